@@ -108,7 +108,7 @@ def store_dequantised(
     from tests.tiny import make_tokenizer
     from trainer.config import ModelSection, QuantizationSection
     from trainer.model.base import load_base_model
-    from trainer.model.four_bit import FrozenLinear4bit, dequantized
+    from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
     from trainer.model.model_kind import auto_class
     from trainer.model.packed_experts import PackedExperts
 
@@ -132,7 +132,7 @@ def store_dequantised(
                 if isinstance(own, PackedExperts):
                     value = own.dequantized()
                 elif isinstance(module, FrozenLinear4bit) and name == "weight":
-                    value = dequantized(own, module.quant_state, torch.float32)
+                    value = dequantize_weight(own, module.quant_state, torch.float32)
                 whole.get_submodule(path).get_parameter(name).copy_(value)
         for name, buffer in packed.named_buffers():
             if name in buffers:

@@ -18,7 +18,7 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.ranks.group import end_process, leave_process_group
 from trainer.patches.deepspeed_workarounds import install_workarounds
-from trainer.patches.fused_experts import compute_experts
+from trainer.patches.fused_experts import install_expert_forwards
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -83,7 +83,7 @@ def measured(folder: Path, kind: str, adapted: str, gather: str, *, recomputed: 
     with announce_partitioning(config):
         torch.manual_seed(0)
         model: Any = apply_adapter(base, ADAPTERS[adapted], torch.float32)
-    compute_experts(model, on_gpu=True)  # on a CPU the operator is plain torch: frozen experts by it as well
+    install_expert_forwards(model, on_gpu=True)  # on a CPU the operator is plain torch: frozen experts by it as well
     if shards is not None:
         shards.attach(model)
     if recomputed:

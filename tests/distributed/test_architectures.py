@@ -11,7 +11,7 @@ from tests.distributed.conftest import Case, Matrix, environment, launch
 from tests.distributed.plan import case
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig
-from trainer.patches.mamba import LAYER_KERNEL, call_mamba_projections
+from trainer.patches.mamba import LAYER_KERNEL, install_mamba_projections
 from trainer.setup.preflight import prepare
 
 SMALL = {
@@ -84,7 +84,7 @@ SAID = {
         "fused 14 of 14 adapted layers",
         "3 of them grouped",
         "without adapter, not linear layers: conv1d (2 of 160 x 1 x 4)",
-        "mamba: 2 layers in plain torch",
+        "mamba: 2 layers run in plain torch",
     ],
     "granite-moe": [
         "experts: 3 layers with an adapter of r=4 for each expert (down_proj, gate_up_proj)",
@@ -201,7 +201,7 @@ def test_a_kernel_for_a_whole_mamba_layer_does_not_bypass_its_adapter(
     monkeypatch.setattr(modeling, LAYER_KERNEL, kernel)
     with torch.no_grad():
         assert not torch.allclose(model(input_ids=ids, use_cache=False).logits, expected), "the stand-in is asked"
-        lines = call_mamba_projections(model)
+        lines = install_mamba_projections(model)
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
     assert len(lines) == 1 and lines[0].startswith("mamba: ")
 
@@ -212,7 +212,7 @@ def test_a_plain_mamba_layer_keeps_its_kernel(tmp_path: Path) -> None:
 
     make_architecture(tmp_path, *MODELS["granite"])
     before = getattr(modeling, LAYER_KERNEL)
-    call_mamba_projections(AutoModelForCausalLM.from_pretrained(tmp_path))
+    install_mamba_projections(AutoModelForCausalLM.from_pretrained(tmp_path))
     assert getattr(modeling, LAYER_KERNEL) is before
 
 

@@ -20,7 +20,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import use_varlen
 from trainer.patches.packing_probe import separate_documents
-from trainer.patches.per_document import PerDocument
+from trainer.patches.per_document import PerDocumentForward
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,7 @@ def test_packed_documents_learn_what_they_learn_alone(folder: Path, dtype: torch
     flat = separate_documents(loss, model, 0, torch.device("cuda"))
     found, gradient = learn(loss, model, [collate([pack], 0, packed=True, flat=flat)])
     separate = [vars(part).get("forward") for part in model.modules()]
-    by_kernels = {forward.by_kernels for forward in separate if isinstance(forward, PerDocument)}
+    by_kernels = {forward.by_kernels for forward in separate if isinstance(forward, PerDocumentForward)}
     error = float((gradient - expected).norm() / expected.norm())
     print(f"\n{dtype}: by kernels {by_kernels}, loss {found / alone - 1:+.1e}, gradient {error:.1e}")
     assert by_kernels == {True}, "fla's kernels take bounds"

@@ -25,7 +25,7 @@ from trainer.patches.packed_attention import (
     check_supported,
     choose_attention,
     copy_heads_without_flash,
-    copy_shared_heads,
+    install_sdpa_with_own_heads,
     sdpa_with_own_heads,
     set_varlen,
     varlen_attention,
@@ -133,7 +133,7 @@ def test_cudnn_is_left_to_whole_tiles(folder: Path) -> None:
 
 @pytest.fixture
 def own_heads() -> Iterator[None]:
-    yield copy_shared_heads()
+    yield install_sdpa_with_own_heads()
     AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 

@@ -253,7 +253,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "a/b/c": ("no such folder (",),
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),
-    "x" * 300: ("has a component of 300 bytes; use at most 255",),
+    "x" * 300: ("contains a name of 300 bytes; use at most 255",),
     "nobody/nothing": ("not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `hf download",),
     "parent": ("has no config.json, but its subfolder m has one; use parent/m",),
     "adapter": ("contains only an adapter; set base_model: some/base, and lora.adapter_path: adapter",),

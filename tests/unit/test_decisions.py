@@ -112,7 +112,7 @@ def test_reference_text_has_its_own_pass_and_thus_its_own_backward_pass() -> Non
     steered, plain = config_of(**kl, **recomputed), config_of(**recomputed)
     work, alone = (llama.build_work(config, llama.build_decisions(config)) for config in (steered, plain))
     assert work.rows == alone.rows + 1 == steered.training.batch_size + 1
-    assert work.larger_pass == alone.larger_pass == steered.training.batch_size
+    assert work.larger_pass_rows == alone.larger_pass_rows == steered.training.batch_size
     term = "backward of a layer"
     assert llama.estimate(steered).terms[term] == pytest.approx(llama.estimate(plain).terms[term], rel=1e-3)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ops.elementwise import silu_mul
 from trainer.patches import norm_mlp_rope as elementwise
-from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import install_input_recomputation, replace_elementwise
 
 SHAPE = {
     "vocab_size": 64,
@@ -68,9 +68,9 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     model = build(architecture, monkeypatch, **settings)
     loss, gradients = loss_and_gradients(adapted(copy.deepcopy(model)))
     replaced = replace_elementwise(model, recompute="activations")
-    assert (replaced.norms, replaced.mlps, len(replaced.functions)) == (norms, mlps, 1), replaced.lines()
+    assert (replaced.norms, replaced.mlps, len(replaced.functions)) == (norms, mlps, 1), replaced.format_summary()
     model = adapted(model)
-    assert recompute_inputs(model) == sum("lora_A" in name for name in gradients)
+    assert install_input_recomputation(model) == sum("lora_A" in name for name in gradients)
     again, others = loss_and_gradients(model)
     torch.testing.assert_close(again, loss, rtol=2.5e-7, atol=0)  # in 32 bits, two roundings
     assert others.keys() == gradients.keys()
@@ -85,7 +85,7 @@ def test_activations_are_computed_again_in_the_backward(monkeypatch):
     monkeypatch.setattr(elementwise, "RECOMPUTE_FROM_BYTES", 0)
     monkeypatch.setattr(elementwise, "silu_mul", lambda *a, real=silu_mul: (calls.append(1), real(*a))[1])
     replace_elementwise(model.get_base_model(), recompute="activations")
-    recompute_inputs(model)
+    install_input_recomputation(model)
     calls.clear()
     loss_and_gradients(model)
     assert len(calls) == 4  # two layers, forward and backward
@@ -133,8 +133,8 @@ def test_what_computes_something_else_keeps_its_own_forward():
     model = nn.Sequential(_OtherNorm(), _ScaledMLP())
     replaced = replace_elementwise(model)
     assert not replaced.norms and not replaced.mlps
-    assert [name for name, _ in replaced.refused] == ["OtherRMSNorm", "_ScaledMLP"]
-    assert "something else" in replaced.refused[0][1] and "more than project" in replaced.refused[1][1]
+    assert [name for name, _ in replaced.rejected] == ["OtherRMSNorm", "_ScaledMLP"]
+    assert "something else" in replaced.rejected[0][1] and "more than project" in replaced.rejected[1][1]
     assert all(replaced.find_reasons().values())
     assert all("forward" not in vars(module) for module in model)
 
@@ -156,4 +156,4 @@ def test_trained_norms_stay_the_models_own(monkeypatch):
     replaced = replace_elementwise(build("llama", monkeypatch), frozen_norms=False)
     assert replaced.norms == 0 and replaced.mlps == 2
     assert [part for part, reason in replaced.find_reasons().items() if not reason] == ["swiglu", "rope"]
-    assert "5 x LlamaRMSNorm: its weight is trained" in replaced.lines()[1]
+    assert "5 x LlamaRMSNorm: its weight is trained" in replaced.format_summary()[1]

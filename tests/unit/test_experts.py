@@ -17,7 +17,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_adapter import ParamWrapper
-from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
 from trainer.model.older_names import map_loaded_names
 from trainer.model.packed_experts import PackedExperts
 from trainer.model.saved_adapter import load_adapter
@@ -150,7 +150,7 @@ def test_packed_experts_learn_as_their_dequantised_values_do(
                 if isinstance(own, PackedExperts):
                     whole.get_submodule(path).get_parameter(name).copy_(own.dequantized())
                 elif isinstance(module, FrozenLinear4bit) and name == "weight":
-                    values = dequantized(own, module.quant_state, torch.float32)
+                    values = dequantize_weight(own, module.quant_state, torch.float32)
                     whole.get_submodule(path).get_parameter(name).copy_(values)
     ours = apply_adapter(packed, LoraSection(**LORA), torch.float32)
     begin = saved(ours, tmp_path / "begin", moved=False)

@@ -74,13 +74,13 @@ def test_siblings_are_found_by_watching(folder: Path) -> None:
 def test_what_cannot_be_fused_says_why(folder: Path) -> None:
     report = fused(adapted(folder, dora=True))
     assert report.fused == 0
-    assert "fused 0 of 14" in report.lines()[0]
-    assert any("14 layers" in line and "DoRA" in line for line in report.lines())
+    assert "fused 0 of 14" in report.format_summary()[0]
+    assert any("14 layers" in line and "DoRA" in line for line in report.format_summary())
     quantised = adapted(folder, quantized=True)
     for module in quantised.modules():
         if hasattr(module, "quant_state"):
             module.quant_state.quant_type = "fp4"
-    assert {reason for _, reason in fused(quantised).refused} == {"the base is quantized as fp4, not nf4"}
+    assert {reason for _, reason in fused(quantised).rejected} == {"the base is quantized as fp4, not nf4"}
 
 
 def test_pefts_own_forward_takes_over_when_it_must(folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_the_self_test_finds_a_wrong_operator(folder: Path, monkeypatch: pytest.
 
     model = adapted(folder)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
-    group = module.Group([module.Member(layer)])
+    group = module.FusedGroup([module.FusedLayer(layer)])
     check_operators([group])
     right = ops.lora_group
     monkeypatch.setattr(ops, "lora_group", lambda x, w, b, d, u, s, p: right(x, w, b, d, u, [1.0] * len(s), p))
@@ -164,7 +164,7 @@ def test_the_self_test_tries_the_kernels_for_many_tokens(folder: Path, monkeypat
 
     model = adapted(folder)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
-    group = module.Group([module.Member(layer)])
+    group = module.FusedGroup([module.FusedLayer(layer)])
     check_operators([group], many=True)
     right = ops.lora_group
 
@@ -184,4 +184,4 @@ def test_the_self_test_of_a_wide_layer_stays_in_the_range_of_fp16() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"wide": nn.Linear(64, 6448, bias=False, dtype=torch.float16)})
     get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=["wide"]), autocast_adapter_dtype=False)
-    check_operators([module.Group([module.Member(model["wide"])])], many=True)
+    check_operators([module.FusedGroup([module.FusedLayer(model["wide"])])], many=True)

@@ -14,7 +14,7 @@ from trainer.config import LoraSection, RunConfig, TrainingSection, UserError
 from trainer.config.checks import check_combinations
 from trainer.memory.planner import Lengths, apply_changes
 from trainer.model.adapter import apply_adapter
-from trainer.patches.recompute import ATTENTION_OPERATORS, enable_recomputation, keep_attention
+from trainer.patches.recompute import ATTENTION_OPERATORS, build_attention_contexts, enable_recomputation
 from trainer.patches.tiled_mlp import tile_feed_forward
 
 SMALL: dict[str, Any] = {
@@ -115,7 +115,7 @@ def test_results_of_attention_that_are_no_tensors_are_returned_as_they_are() -> 
         loaded.append(kept)
         return kept
 
-    keep, again = keep_attention(lambda tensor: tensor, load)
+    keep, again = build_attention_contexts(lambda tensor: tensor, load)
     keep._results.append([torch.zeros(2), None, 7])  # type: ignore[attr-defined]
     found = again.__torch_dispatch__(next(iter(ATTENTION_OPERATORS)), ())  # type: ignore[attr-defined]
     assert found[1:] == (None, 7) and len(loaded) == 1

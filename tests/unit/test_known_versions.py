@@ -18,7 +18,7 @@ from trainer.contract.known_versions import KNOWN, build_version_warning, descri
 from trainer.model.expert_layers import holds_experts
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.patches.loss_head import bypass_adapter
-from trainer.patches.mamba import LAYER_KERNEL, call_mamba_projections, has_scan_kernels
+from trainer.patches.mamba import LAYER_KERNEL, has_scan_kernels, install_mamba_projections
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,10 +174,10 @@ def test_a_mamba_layer_whose_kernel_has_another_name_is_refused(monkeypatch: pyt
 
     sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8}
     model = Mamba2Model(Mamba2Config(num_hidden_layers=1, vocab_size=16, **sizes))
-    assert call_mamba_projections(model)
+    assert install_mamba_projections(model)
     monkeypatch.delattr(modeling, LAYER_KERNEL)
     with pytest.raises(UserError, match=f"^transformers .*: .* has no `{LAYER_KERNEL}`"):
-        call_mamba_projections(model)
+        install_mamba_projections(model)
 
 
 def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
@@ -195,7 +195,7 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
             (tmp_path / f"{name}.py").write_text(text)
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
-        return call_mamba_projections(model)
+        return install_mamba_projections(model)
 
     broken = "raise ImportError('undefined symbol: a, in another size')"
     try:
@@ -207,7 +207,7 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
         assert "in plain torch; mamba_ssm is installed but cannot be imported (undefined symbol: a" in line
         scan, convolution = reported(mamba_ssm="# in order")
         assert has_scan_kernels() and "outside mamba-ssm's kernel" in scan
-        assert "convolutions in plain torch; install the extra `mamba`" in convolution
+        assert "convolutions run in plain torch; install the extra `mamba`" in convolution
     finally:
         for name in ("mamba_ssm", "selective_scan_cuda"):
             sys.modules.pop(name, None)

@@ -15,7 +15,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import Shapes, base_weight_bytes, dequantized_expert_bytes, gathered_bytes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
-from trainer.model.packed_experts import packed_tensors
+from trainer.model.packed_experts import list_packed_tensors
 from trainer.parallel.engine.layer_gather.unit import find_slots
 
 ATTENTION = LoraSection(r=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -55,7 +55,7 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
     section = quantization or QuantizationSection()
     kept = placement(packed=quantization is not None, **section.model_dump())
     assert base_weight_bytes(shapes_of(folder), kept) == pytest.approx(held, rel=0.02)
-    banks = [packed_tensors(module) for module in model.modules()]
+    banks = [list_packed_tensors(module) for module in model.modules()]
     buffers = max(sum(2 * torch.Size(each.packing.shape).numel() for each in bank.values()) for bank in banks)
     assert dequantized_expert_bytes(shapes_of(folder), kept) == pytest.approx(buffers, rel=0.01)
     layers = placement(stage=3, by_layer=True, world_size=2, packed=kept.packed, **section.model_dump())

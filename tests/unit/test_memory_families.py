@@ -11,7 +11,7 @@ from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from trainer.config import ModelSection, RunConfig
 from trainer.data.batches import MicroBatch
-from trainer.memory.activations import FP32, Activations, Work
+from trainer.memory.activations import FP32, Activations, MicroStep
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
@@ -53,7 +53,7 @@ def shapes_of(name: str) -> Shapes:
     return read_shapes(model_config(name), ModelSection(), config_of().lora)
 
 
-def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Work, Activations]:
+def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, MicroStep, Activations]:
     planner = Planner(
         shapes_of(name), Lengths.assume(config), Machine(1, False, precision, own_kernels=False, flash=False)
     )
@@ -99,7 +99,7 @@ def bytes_saved(model: Any, loss: TokenLoss, *, packed: bool) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def predicted(name: str, work: Work, seen: Activations) -> int:
+def predicted(name: str, work: MicroStep, seen: Activations) -> int:
     """The layers, and what the loss keeps: fused a gradient of the head's input, else logits.
 
     The first norm keeps nothing, for the embedding is frozen, and the last as much as a norm of a layer. Recomputed

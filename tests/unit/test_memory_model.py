@@ -13,7 +13,7 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
 from trainer.config import OPTIMIZERS, LoraSection, ModelSection, QuantizationSection, TrainingSection, ZeroSection
 from trainer.data.batches import MicroBatch
-from trainer.memory.activations import Activations, Work, add_layers, loss_head_bytes
+from trainer.memory.activations import Activations, MicroStep, combine_layers, loss_head_bytes
 from trainer.memory.bytes import (
     GIB,
     checkpoint_bytes,
@@ -32,7 +32,7 @@ from trainer.model.four_bit import quantize_linear
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
 
 ROWS, LENGTH = 2, 512
@@ -55,8 +55,8 @@ def shapes_of(name: str, rank: int = 8, target: str = "all-linear") -> Shapes:
     return read_shapes(load_model_config(name, ModelSection()), ModelSection(), lora)
 
 
-def work(**changes: Any) -> Work:
-    """Two rows without a GPU's kernels, except for the fused operators; fields of Work or of Kernels can be changed."""
+def work(**changes: Any) -> MicroStep:
+    """Two rows without a GPU's kernels, except for the fused operators; fields of MicroStep and Kernels can change."""
     kernels: dict[str, Any] = {
         "length": LENGTH,
         "dtype": torch.float32,
@@ -86,13 +86,13 @@ def work(**changes: Any) -> Work:
     }
     given = {name: changes.pop(name) for name in changes.keys() & TrainingSection.model_fields}
     training = TrainingSection().model_copy(update={"gradient_checkpointing": "none"} | given)
-    return Work(**(settings | changes), training=training)
+    return MicroStep(**(settings | changes), training=training)
 
 
-def seen(shapes: Shapes, step: Work) -> Activations:
+def seen(shapes: Shapes, step: MicroStep) -> Activations:
     plain = replace(step.kernels, recomputed="none", selective=False)
     kept, whole = (observe_layers(shapes, kernels, step.rows) for kernels in (step.kernels, plain))
-    return add_layers([kept[kind] for kind in shapes.layers], [whole[kind] for kind in shapes.layers], 1.0, step)
+    return combine_layers([kept[kind] for kind in shapes.layers], [whole[kind] for kind in shapes.layers], 1.0, step)
 
 
 def placement(**changes: Any) -> Placement:
@@ -163,7 +163,7 @@ def test_recomputed_results_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     model = apply_adapter(model, LoraSection(r=8), torch.float32)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
-    recompute_inputs(model)
+    install_input_recomputation(model)
     saved = bytes_saved(model.train())
     layers = seen(shapes_of(MODELS["llama"]), work(elementwise=True, recomputed="norms")).kept
     out_of_sight = (2 * 3 * 8 + 3 * 3 * 8) * ROWS * LENGTH * 4

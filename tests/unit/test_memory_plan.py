@@ -23,7 +23,7 @@ from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import observe_layers
-from trainer.memory.oom_recovery import OutOfMemory, Recovery
+from trainer.memory.oom_recovery import Recovery, StepOutOfMemoryError
 from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, format_gib
 from trainer.memory.preflight import plan_for_machine
 from trainer.memory.stored_weights import Shapes
@@ -221,7 +221,7 @@ def test_an_out_of_memory_error_without_a_setting_left_to_change_names_another_f
     def run_out_of_memory() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(OutOfMemory, match=r"batch_size 1; use a smaller model or a larger GPU$"):
+    with pytest.raises(StepOutOfMemoryError, match=r"batch_size 1; use a smaller model or a larger GPU$"):
         recovery.attempt(1, 0, run_out_of_memory)
 
 

@@ -110,7 +110,9 @@ def test_weights_at_an_absolute_path_are_outside_as_well(tmp_path: Path) -> None
 @pytest.mark.parametrize("visited", [0, 5])
 def test_a_token_cannot_visit_more_experts_than_there_are(kind: str, visited: int) -> None:
     model = empty_model(tiny_config(kind, num_experts_per_tok=visited), ModelSection())
-    with pytest.raises(UserError, match=f"^base_model=m: config.json has num_experts_per_tok={visited}, but 4 experts"):
+    with pytest.raises(
+        UserError, match=f"^base_model=m: config.json has num_experts_per_tok={visited}, but the model "
+    ):
         check_experts_per_token("m", model)
 
 

@@ -114,9 +114,9 @@ def test_an_expert_is_packed_as_bitsandbytes_packs_its_matrix(
         quantised, state = quantize_4bit(row, blocksize=block_size, compress_statistics=double_quant, quant_type="nf4")
         assert torch.equal(packed.sections()["codes"][index], quantised.view(-1))
         if row.numel() % block_size == 0:
-            assert torch.equal(packed.expert(index).view(1, -1), dequantize_4bit(quantised, state))
-        assert float((packed.expert(index) - matrix).norm() / matrix.norm()) < 0.13
-        assert torch.equal(packed.dequantized()[index], packed.expert(index))
+            assert torch.equal(packed.dequantize_expert(index).view(1, -1), dequantize_4bit(quantised, state))
+        assert float((packed.dequantize_expert(index) - matrix).norm() / matrix.norm()) < 0.13
+        assert torch.equal(packed.dequantized()[index], packed.dequantize_expert(index))
     again = copy.deepcopy(packed)
     assert torch.equal(again.dequantized(), packed.dequantized())
 

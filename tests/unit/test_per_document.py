@@ -13,7 +13,7 @@ from trainer.data.samples import Sample
 from trainer.model.adapter import apply_adapter
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import separate_documents
-from trainer.patches.per_document import Documents, PerDocument
+from trainer.patches.per_document import DocumentLayout, PerDocumentForward
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import undo
 
@@ -102,17 +102,17 @@ def test_layers_use_their_kernels_only_where_these_keep_documents_apart() -> Non
         model = adapted(kind)
         separate_documents(TokenLoss(model), model, 0, CPU)
         forwards = [vars(module).get("forward") for module in model.modules()]
-        separate = [forward for forward in forwards if isinstance(forward, PerDocument)]
+        separate = [forward for forward in forwards if isinstance(forward, PerDocumentForward)]
         assert separate and all(forward.by_kernels is by_kernels for forward in separate), kind
 
 
 def test_documents_of_similar_length_are_computed_together() -> None:
     positions = torch.cat([torch.arange(length) for length in (100, 3, 4, 70, 1, 4, 80)])[None]
-    found = Documents(positions, torch.clone, one_call=False)
+    found = DocumentLayout(positions, torch.clone, one_call=False)
     assert [tuple(index.shape) for index in found.groups] == [(1, 1), (3, 4), (3, 100)]
     tokens = torch.cat([index.flatten() for index in found.groups])
     assert torch.equal(tokens[found.positions], torch.arange(positions.numel()))
-    assert [tuple(index.shape) for index in Documents(positions, torch.clone, one_call=True).groups] == [(7, 100)]
+    assert [tuple(index.shape) for index in DocumentLayout(positions, torch.clone, one_call=True).groups] == [(7, 100)]
 
 
 def test_layers_that_combine_several_tokens_into_one_are_found() -> None:

@@ -73,13 +73,15 @@ def test_tied_weights_stay_one_parameter() -> None:
 
 
 def test_a_quantised_one_is_that_of_full_precision_in_4_bits() -> None:
-    from trainer.model.four_bit import FrozenLinear4bit, dequantized
+    from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
 
     whole, packed = load("random:tiny"), load("random:tiny", quantization=QuantizationSection())
     layer = packed.model.layers[1].mlp.down_proj
     assert isinstance(layer, FrozenLinear4bit)
     expected = whole.model.layers[1].mlp.down_proj.weight
-    torch.testing.assert_close(dequantized(layer.weight, layer.quant_state, torch.float32), expected, atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        dequantize_weight(layer.weight, layer.quant_state, torch.float32), expected, atol=0.02, rtol=0
+    )
     assert torch.equal(packed.lm_head.weight, whole.lm_head.weight)
 
 

@@ -13,7 +13,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, Train
 from trainer.model.adapter import adapted_layers, apply_adapter
 from trainer.model.base import context_length, empty_model, load_base_model
 from trainer.model.expert_targets import find_expert_targets
-from trainer.model.reached_layers import find_reached
+from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
 from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config
 
@@ -73,14 +73,14 @@ def test_routers_are_left_out_however_a_base_is_loaded(kind: str, stage: int, qu
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_adapted_layer_of_every_family_gets_a_gradient(kind: str) -> None:
     model = tiny_family(kind)
-    late = find_reached(model).in_long_sequences
+    late = probe_gradient_coverage(model).in_long_sequences
     assert untrained_layers(model, 16) <= late
 
 
 def test_nothing_is_observed_of_a_model_whose_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_family("opt", max_position_embeddings=251)
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: 1 / 0)
-    assert find_reached(model).unreached == {}
+    assert probe_gradient_coverage(model).unreached == {}
 
 
 @pytest.mark.parametrize(

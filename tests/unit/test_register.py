@@ -13,7 +13,7 @@ from scripts.workarounds import Replacement, collect, markdown
 from trainer.config import TrainingSection
 from trainer.contract.known_versions import KNOWN
 from trainer.patches.fused_lora import fuse
-from trainer.patches.norm_mlp_rope import recompute_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import replace, undo
 
@@ -108,7 +108,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         "loss_head: bypass_adapter",
         "loss_head: mask_balancing_loss",
         "packed_attention: pass_positions_to_masks",
-        "per_document: compute_per_document",
+        "per_document: install_per_document",
     }
 
 
@@ -130,7 +130,7 @@ def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:
     tokens = torch.arange(8)[None]
     plain = {name for name, module in model.named_modules() if "forward" in vars(module)}
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
-    recompute_inputs(model)
+    install_input_recomputation(model)
     enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
     patched = model(input_ids=tokens, use_cache=False).logits
     assert {name for name, module in model.named_modules() if "forward" in vars(module)} > plain

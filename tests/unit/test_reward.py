@@ -23,7 +23,7 @@ from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.batches import PairBatch, collate
 from trainer.data.samples import Sample, Samples, split_documents
-from trainer.model.random_weights import draw_score
+from trainer.model.random_weights import init_score_head
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 from trainer.tasks.reward import find_last_tokens
@@ -78,7 +78,7 @@ def plain_losses(config: RunConfig, *, new_head: bool) -> tuple[dict[str, list[f
     prepared = prepare(config)
     model = plain_model(config.base_model)
     if new_head:
-        model.score.weight.data = draw_score(model.config)
+        model.score.weight.data = init_score_head(model.config)
     set_seed(config.seed)
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = config.lora
@@ -129,7 +129,7 @@ def test_losses_and_adapters_agree_with_plain_peft(
     before = (
         load_file(base / "model.safetensors")["score.weight"]
         if stored_head
-        else draw_score(plain_model(str(base)).config)
+        else init_score_head(plain_model(str(base)).config)
     )
     assert (saved["base_model.model.score.weight"] - before).abs().max() > 1e-3
 

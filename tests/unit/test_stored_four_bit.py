@@ -118,7 +118,7 @@ def test_experts_stay_in_4_bits_and_are_adapted(family: str, form: str, tmp_path
     for name, each in experts.items():
         wanted = load(plain).get_parameter(name)
         assert torch.equal(each.dequantized(), wanted)
-        assert torch.equal(torch.stack([each.expert(index) for index in range(4)]), wanted)
+        assert torch.equal(torch.stack([each.dequantize_expert(index) for index in range(4)]), wanted)
     for theirs, ours in zip(logits_and_gradients(adapt(load(plain))), logits_and_gradients(adapt(model)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -194,7 +194,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "two types": (
         announced("w4a16")
         | {"config_groups": {"a": {"weights": INPUTS}, "b": {"weights": {"num_bits": 8, "type": "float"}}}},
-        "layers of several number types",
+        "layers of several data types",
     ),
 }
 

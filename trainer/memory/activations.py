@@ -1,6 +1,6 @@
-"""Activation memory of a micro-batch, from one observed layer of each kind, and memory of the loss.
+"""Estimate the activation memory of a micro-batch, from one observed layer of each kind, and the memory of the loss.
 
-T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabulary, K positions with a target.
+Legend: T tokens of a micro-batch, H hidden width, e bytes per value, V vocabulary size, K positions with a target.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from trainer.model.targets import find_non_text_modules
 
 FP32 = 4
 UNFUSED_LOSS_BYTES = 12
-"""Bytes per logit at the peak: log-probabilities, their gradient and the logits' gradient, 32 bits each."""
+"""Bytes per logit at the peak: log-probabilities, their gradient and the logits' gradient, all in fp32."""
 
 
 @dataclass(frozen=True)
-class Work:
+class MicroStep:
     """Holds the sizes and kernels of one micro-step on one rank."""
 
     rows: int
@@ -37,8 +37,8 @@ class Work:
     """Bytes of host memory for offloaded activations; None: unlimited."""
 
     @property
-    def larger_pass(self) -> int:
-        """Rows of the larger backward pass, either of training rows or of reference rows."""
+    def larger_pass_rows(self) -> int:
+        """Rows of the larger of two backward passes: one for training rows, one for reference rows."""
         return max(self.rows - self.reference_rows, self.reference_rows)
 
     @property
@@ -47,27 +47,27 @@ class Work:
 
     @property
     def element(self) -> int:
-        """Bytes of an activation (e)."""
+        """Bytes per activation value (e)."""
         return self.kernels.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Activations:
     kept: int
-    """Kept from the forward pass for the backward pass."""
+    """Bytes kept from the forward pass for the backward pass."""
     backward: int
-    """Needed in addition during the backward pass, including a recomputed layer."""
+    """Additional bytes needed during the backward pass, including a recomputed layer."""
     on_host: int = 0
-    """Kept in host memory."""
+    """Bytes kept in host memory."""
 
     def scale(self, rows: int) -> "Activations":
         return Activations(*(size * rows for size in astuple(self)))
 
 
-def estimate_tower_activations(model: Any, image_tokens: int, work: Work) -> tuple[int, int]:
-    """Return the bytes of one vision tower layer for `image_tokens`, and the bytes kept to train it.
+def estimate_tower_activations(model: Any, image_tokens: int, work: MicroStep) -> tuple[int, int]:
+    """Return the activation bytes of one vision tower layer, and the bytes that training keeps for the whole tower.
 
-    A layer needs the inputs and outputs of its linear layers; gradient checkpointing keeps only its input.
+    A layer keeps the inputs and outputs of its linear layers, or only its input with gradient checkpointing.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     modules = [module for path in find_non_text_modules(base) for module in base.get_submodule(path).modules()]
@@ -86,11 +86,11 @@ def estimate_tower_activations(model: Any, image_tokens: int, work: Work) -> tup
     return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
 
 
-def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: Work) -> Activations:
-    """Return the activations of all layers, given in model order; `plain` are the same layers without recomputation.
+def combine_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: MicroStep) -> Activations:
+    """Return the activation memory of all layers; `plain` lists the same layers without recomputation.
 
-    `larger` is the fraction of rows in the larger backward pass. The recomputed layers come first in the model, so the
-    activations of all other layers have been freed when the first one is recomputed.
+    Both lists are in model order. `larger` is the fraction of rows in the larger backward pass. The recomputed layers
+    come first in the model, so the activations of all other layers have been freed when one is recomputed.
     """
     training = work.training
     if not training.recompute_attention:
@@ -112,18 +112,18 @@ def add_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, w
 
 
 def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
-    """Return the bytes of the layer inputs that fit in host memory; the other inputs stay on the device."""
+    """Return the bytes of the layer inputs that fit in host memory; other inputs stay on the device."""
     total = 0
     for size in inputs:
         total += size if room is None or total + size <= room else 0
     return total
 
 
-def loss_head_bytes(shapes: Shapes, work: Work) -> int:
-    """Return the bytes of final norm, logits, loss and gradient of the hidden state, for K positions.
+def loss_head_bytes(shapes: Shapes, work: MicroStep) -> int:
+    """Return the bytes of the final norm, the logits, the loss and the gradient of the hidden states.
 
-    Fused: the norm's output T H e, the K hidden states and their gradients 2 K H e, one chunk of logits. Otherwise 12
-    bytes per logit, and e more for the results of tanh if logits are capped.
+    The fused loss needs the norm's output T H e, the K hidden states and their gradients 2 K H e, and one chunk of
+    logits. The unfused loss needs 12 bytes per logit, and e more for the results of tanh if logits are capped.
     """
     norm = work.tokens * (shapes.hidden * (work.element if work.own_norms else FP32) + FP32)
     hidden = work.tokens * shapes.hidden * work.element

@@ -1,4 +1,4 @@
-"""Suggestions for configurations that do not fit: concrete settings, each with the memory that it would need."""
+"""Suggest settings for configurations that do not fit, each with the memory that it would need."""
 
 from trainer.config import RunConfig
 from trainer.memory.planner import Changes, Choice, Planner, format_gib
@@ -91,7 +91,7 @@ def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: 
 
 
 def find_smaller_batch(batch_size: int, accumulation: int, limit: int) -> Changes:
-    """Return the largest micro-batch up to `limit` that keeps the global batch, with its accumulation."""
+    """Return settings with the largest micro-batch up to `limit`, and the accumulation that keeps the global batch."""
     rows = batch_size * accumulation
     size = next(size for size in range(max(1, min(limit, batch_size)), 0, -1) if rows % size == 0)
     return {"training.batch_size": size, "training.gradient_accumulation_steps": rows // size}

@@ -1,4 +1,4 @@
-"""The memory of one rank: permanent state, additional memory of a micro-step, and their peak.
+"""Estimate the memory of one rank: permanent state, additional memory of a micro-step, and their peak.
 
 `peak` predicts torch.cuda.max_memory_allocated(). The driver reports more: the CUDA context, NCCL's buffers, and memory
 that torch's allocator has reserved without using it.
@@ -9,7 +9,7 @@ from typing import Any
 
 from ops.reference import ELEMENTS_AT_ONCE
 from trainer.config import OPTIMIZERS
-from trainer.memory.activations import FP32, Activations, Work, loss_head_bytes
+from trainer.memory.activations import FP32, Activations, MicroStep, loss_head_bytes
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     Placement,
@@ -17,8 +17,8 @@ from trainer.memory.stored_weights import (
     base_shard_size,
     base_weight_bytes,
     dequantized_expert_bytes,
-    fetched_weights,
     gathered_bytes,
+    list_gathered_weights,
     resident_bytes,
     rounded_weight_bytes,
     scale_bytes,
@@ -34,7 +34,7 @@ CONTEXT = 3 * GIB // 4
 FRAGMENTATION = 0.04
 """Memory that torch's allocator reserves beyond the peak, as a fraction of the peak."""
 EIGHT_BIT_FLOOR = 4096
-"""Number of elements below which bitsandbytes keeps a tensor's moments in 32 bits."""
+"""Number of elements below which bitsandbytes keeps a tensor's moments in fp32."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Predicted torch.cuda.max_memory_allocated()."""
         return sum(self.terms.values())
 
     @property
@@ -57,7 +56,6 @@ class Estimate:
 
     @property
     def slack(self) -> int:
-        """Memory that torch's allocator reserves without using it."""
         return int(self.peak * FRAGMENTATION)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,11 +72,11 @@ class Estimate:
 
 
 def estimate(
-    shapes: Shapes, work: Work | None, placement: Placement, activations: Activations, tower: int = 0
+    shapes: Shapes, work: MicroStep | None, placement: Placement, activations: Activations, tower: int = 0
 ) -> Estimate:
     """Estimate the memory of one rank; `work` is None for models without an LM head.
 
-    `tower`: bytes that a vision tower needs before the language model runs.
+    `tower` is the number of bytes that a vision tower needs before the language model runs.
     """
     frozen = (weight for weight in shapes.weights if not weight.trained)
     scales = resident_bytes(sum(scale_bytes(weight, placement) for weight in frozen), placement)
@@ -138,7 +136,7 @@ def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
-    """Return the bytes per trained element of the optimizer's moments; 8-bit moments have a scale per 256."""
+    """Return the bytes per trained element of the optimizer's moments; 8-bit moments have one scale per 256."""
     kind = OPTIMIZERS[placement.training.optimizer]
     if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
         return len(kind.state) * (1.0 + FP32 / 256)
@@ -148,25 +146,25 @@ def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
 def optimizer_state_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes of master weights (4 each) and moments, partitioned at stage 1 or higher.
 
-    32-bit training at stage 0 has no master weights. Offloading leaves a gradient buffer for the largest tensor on the
-    GPU.
+    fp32 training at stage 0 has no master weights. With offloading, the GPU only has a gradient buffer for the largest
+    tensor.
     """
     if placement.zero.offload_optimizer:
-        return largest_trained_tensor(shapes, placement) * placement.element
+        return largest_trained_numel(shapes, placement) * placement.element
     has_master = placement.has_master or placement.zero.stage >= 1
     per_element = moment_bytes_per_element(shapes, placement) + (FP32 if has_master else 0)
     return shard_size(int(shapes.trained * per_element), placement, 1)
 
 
-def largest_trained_tensor(shapes: Shapes, placement: Placement) -> int:
-    """Return the number of elements of the largest trained tensor: all LoRA factors if they share a buffer."""
+def largest_trained_numel(shapes: Shapes, placement: Placement) -> int:
+    """Return the number of elements of the largest trained tensor; LoRA factors in one buffer are one tensor."""
     factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
     others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
     return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
 
 
 def bucket_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of DeepSpeed's reduction buffer, limited by deepspeed_engine.py to the trained elements."""
+    """Return the bytes of DeepSpeed's reduction buffer, which is limited to the number of trained elements."""
     return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element
 
 
@@ -183,7 +181,7 @@ def reduction_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def update_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of gradients during the update, including a 32-bit copy in 16-bit training."""
+    """Return the bytes of gradients during the update, including an fp32 copy in 16-bit training."""
     if placement.zero.offload_optimizer:
         return shapes.trained * placement.element
     copies = shard_size(shapes.trained * FP32, placement, 1) if placement.has_master else 0
@@ -191,7 +189,7 @@ def update_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def host_bytes(shapes: Shapes, placement: Placement, activations: int = 0) -> int:
-    """Return the host memory of a rank beyond the process itself: offloaded tensors, or the model while loading."""
+    """Return the host memory of a rank beyond its process: offloaded tensors, or the loading model if larger."""
     stored = bool(shapes.stored) or any(weight.mxfp4 for weight in shapes.weights)
     streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
@@ -205,14 +203,15 @@ def offloaded_bytes(shapes: Shapes, placement: Placement) -> int:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
         total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.zero.offload_parameters:
-        total += base_shard_size(sum(stored_bytes(w, placement) for w in fetched_weights(shapes, placement)), placement)
+        gathered = list_gathered_weights(shapes, placement)
+        total += base_shard_size(sum(stored_bytes(weight, placement) for weight in gathered), placement)
     return total
 
 
 def checkpoint_bytes(shapes: Shapes, placement: Placement) -> int:
     """Return the bytes on disk of the final weights and of all checkpoints, including one that is being written.
 
-    A checkpoint has the weights, and master weights and moments in 32 bits.
+    A checkpoint contains the weights, and the master weights and moments in fp32.
     """
     checkpoints = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
     weights = shapes.trained * placement.element

@@ -1,4 +1,4 @@
-"""Decisions made before any weight is loaded: kernels, kept tensors and memory layout.
+"""Make decisions before any weight is loaded: kernels, kept tensors and memory layout.
 
 They follow from the configuration, the machine and the empty model. The builder executes them, the memory estimate uses
 them, and console and run.json show them. If a self-test or probe on the device contradicts a decision, the builder
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes the devices of the ranks, and the precision: bf16, fp16 or fp32."""
+    """Describes the devices of the ranks, and the precision (bf16, fp16 or fp32)."""
 
     world_size: int
     on_gpu: bool
@@ -46,7 +46,7 @@ class Machine:
 
     @classmethod
     def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
-        """Return a machine that has all kernels, those of mamba-ssm only if it is installed here."""
+        """Return a machine with GPUs and all kernels, except mamba-ssm's if it is not installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
@@ -69,7 +69,7 @@ class Decisions:
     attention: Decision[str]
     """`varlen`, `sdpa`, `eager`, or the value of model.attn_implementation."""
     own_elementwise: Decision[bool]
-    """Whether our norms, SwiGLU and rotary embedding are tried on the model."""
+    """Whether to try our kernels for norms, SwiGLU and rotary embedding."""
     norms: Decision[Kernels]
     swiglu: Decision[Kernels]
     rotary: Decision[Kernels]
@@ -86,13 +86,13 @@ class Decisions:
     fused_head: Decision[bool | None]
     """Whether head and loss are fused and computed in chunks; None: decided in the first micro-batch."""
     gather: Decision[str]
-    """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
+    """How stage 3 gathers the base model: per `layer`, per `module`, or `none`."""
     shard_group: Decision[int]
-    """Number of ranks that share one copy of the base at stage 3: the size of the smallest group."""
+    """Number of ranks that share one copy of the base model at stage 3: the size of the smallest group."""
     flat: Decision[bool]
     """Whether all LoRA factors are one buffer."""
     clips_on_device: Decision[bool]
-    """Whether the optimizer clips gradients and skips steps on the device, without waiting for the host."""
+    """Whether the optimizer clips gradients and skips steps on the device, without synchronizing with the host."""
     cuda_graphs: Decision[bool | None]
     """Whether micro-steps are replayed from CUDA graphs; None: decided in the first steps."""
 
@@ -142,7 +142,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
 
 
 def decide_for_images(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
-    """Return the decisions for an image model: adapters and ZeRO as for text, all else as in diffusers."""
+    """Return the decisions for an image model: adapters and ZeRO as for text, everything else as in diffusers."""
     model_code = Decision[Kernels]("model", "an image model")
     return replace(
         decide(config, machine, None),

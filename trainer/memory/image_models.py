@@ -1,4 +1,4 @@
-"""Estimate the memory of image models: activations are observed on a model without weights.
+"""Estimate the memory of image models by observing the activations of a model without weights.
 
 The model runs forward and backward once on torch's meta device, counting live tensors except weights. Attention is
 counted as flash attention, which keeps no scores.
@@ -32,18 +32,18 @@ CaptionShapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class ImagePlanner(Planner):
-    """Estimates the memory of configurations of an image model; `lengths` count an image as one token."""
+    """Estimates the memory of configurations of an image model; an image counts as one token in `lengths`."""
 
     pipeline: Pipeline
     text: CaptionShapes
-    """Shapes of a caption's conditions."""
+    """Shape of each encoded condition of a caption, by name."""
     has_sequences: ClassVar[bool] = False
     decide = staticmethod(decide_for_images)
 
     @classmethod
     def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
         pipeline: Pipeline = prepared.model_config
-        count, text = None, find_caption_shapes(pipeline)
+        count, text = None, infer_caption_shapes(pipeline)
         if prepared.data is not None:
             samples = prepared.data.train
             count, caption = len(samples), samples.store.conditions(samples[0].caption)
@@ -104,7 +104,7 @@ def observe_activations(
 ) -> Activations:
     """Observe the activations of a square image of `side` pixels, with `element` bytes per value.
 
-    `lora` is the section as JSON, which is hashable.
+    `lora` is the section as JSON, because arguments must be hashable.
     """
     dtype = torch.float32 if element == 4 else torch.bfloat16
     model = _build_meta_model(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
@@ -126,13 +126,13 @@ def _build_inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: tor
     return noisy, torch.empty(1, device="meta"), conditions
 
 
-def find_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
+def infer_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
     settings = pipeline.build_empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
-    return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_find_pooled_width(settings),)}
+    return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_infer_pooled_width(settings),)}
 
 
-def _find_pooled_width(settings: Any) -> int:
+def _infer_pooled_width(settings: Any) -> int:
     if settings.get("pooled_projection_dim"):
         return int(settings["pooled_projection_dim"])
     projected = settings.get("projection_class_embeddings_input_dim")

@@ -17,7 +17,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
 from trainer.model.model_kind import find_output_layer, is_mxfp4
 from trainer.model.reached_layers import find_decoder_layers
-from trainer.model.stored_settings import StoredForm, find_stored_form
+from trainer.model.stored_settings import StoredFormat, find_stored_form
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, find_head_problem, inspect_base_model
 
@@ -25,7 +25,7 @@ from trainer.patches.model_properties import CAPPED, find_head_problem, inspect_
 def read_shapes(
     model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
 ) -> Shapes:
-    """Build the empty model with its adapter and read its shapes; without `lora`, all weights are trained.
+    """Describe the tensors and layers of the empty model with its adapter; without `lora`, all weights are trained.
 
     `vocabulary_at_least` is the size of the tokenizer, to which the embedding may be enlarged.
     """
@@ -62,7 +62,7 @@ def read_shapes(
 
 def read_weights(
     model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool,
-    stored: StoredForm | None = None,
+    stored: StoredFormat | None = None,
 ) -> Iterator[Weight]:  # fmt: skip
     """Yield every parameter with the index of its block; `stored` is the quantized format of the checkpoint."""
     stored_bits = 0 if stored is None else 4 if stored.scaled == "groups" else 8

@@ -1,4 +1,4 @@
-"""Activation memory of language models, observed by running their layers without weights on torch's meta device.
+"""Observe the activation memory of language models by running their layers without weights on torch's meta device.
 
 One layer of each kind runs forward and backward, with the patches of the real run, while a meter counts the bytes of
 live tensors. Flash attention and mamba-ssm's scan, which keep different tensors on a GPU than on the meta device, are
@@ -24,10 +24,10 @@ from trainer.config import TrainingSection, UserError
 from trainer.config.errors import one_line
 from trainer.contract.known_versions import replaced, replaces
 from trainer.memory.stored_weights import Shapes
-from trainer.model.expert_forward import adapted_forward, detect_activation, run_in_torch
+from trainer.model.expert_forward import detect_activation, run_adapted_experts, run_in_torch
 from trainer.model.expert_layers import expert_modules, takes_all_tokens
 from trainer.model.reached_layers import describe_layer, find_decoder_layers
-from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, recompute_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import replace
 from trainer.patches.tiled_mlp import tile_feed_forward
@@ -41,7 +41,7 @@ SCAN = "mamba2_chunk_scan"
 
 @dataclass(frozen=True)
 class Kernels:
-    """Holds the properties of a run that determine, with the number of rows, which tensors a layer keeps."""
+    """Holds the properties of a run that affect which tensors a layer keeps."""
 
     length: int
     """Tokens of the longest row, padding included."""
@@ -51,7 +51,7 @@ class Kernels:
     masked: bool
     """Whether documents of a packed sequence are separated by a mask."""
     copied_heads: bool
-    """Whether keys and values are copied for every head: on a GPU without flash attention."""
+    """Whether keys and values are copied for every head, as on a GPU without flash attention."""
     elementwise: bool
     """Whether our operators compute norms, SwiGLU and rotary embedding where possible."""
     frozen_norms: bool
@@ -67,10 +67,10 @@ class Kernels:
     """Tokens per tile of gated MLPs; 0: no tiles."""
     on_gpu: bool
     packed: bool
-    """Whether the base is quantized to 4 or 8 bits."""
+    """Whether the base model is quantized to 4 or 8 bits."""
     packed_experts: bool
     eight_bit: bool
-    """Whether products take 8-bit inputs."""
+    """Whether matmuls take 8-bit inputs."""
     scan_by_kernel: bool
     """Whether mamba-ssm rather than plain torch computes the scans of recurrent layers."""
 
@@ -78,22 +78,22 @@ class Kernels:
 @dataclass(frozen=True)
 class Layer:
     kept: int
-    """Kept for the backward pass, including its input."""
+    """Bytes kept for the backward pass, including the input."""
     peak: int
-    """Peak while the layer runs forward and backward, including its input and the gradient of its output."""
+    """Peak bytes during forward and backward, including the input and the gradient of the output."""
     boundary: int
-    """The hidden state that the layer returns."""
+    """Bytes of the hidden state that the layer returns."""
     attention: int = 0
-    """Outputs and log-sum-exps of attention."""
+    """Bytes of the outputs and log-sum-exps of attention."""
 
     def extrapolate(self, double: "Layer", steps: float) -> "Layer":
-        """Add `steps` times the difference to `double`, which excludes constant parts: weights and their gradients."""
+        """Extrapolate linearly: add `steps` times the difference between `double` and this layer."""
         pairs = zip(astuple(self), astuple(double), strict=True)
         return Layer(*(single + int(steps * (double - single)) for single, double in pairs))
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of live tensors other than the model's own, and their peak, while operators run."""
+    """Counts the live bytes and their peak while operators run, without the model's parameters and buffers."""
 
     def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
-        self.peak, self.internal = max(self.peak, self.live), max(self.internal, self._internal_bytes(func, args))
+        self.peak, self.internal = max(self.peak, self.live), max(self.internal, self._count_internal(func, args))
         return result
 
     def _count(self, storage: Any) -> None:
@@ -122,8 +122,8 @@ class Meter(TorchDispatchMode):
     def _release(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
 
-    def _internal_bytes(self, func: Any, args: Sequence[Any]) -> int:
-        """Return the bytes that our operators allocate temporarily: dequantized weights, 8-bit gradients."""
+    def _count_internal(self, func: Any, args: Sequence[Any]) -> int:
+        """Return the bytes that one of our operators allocates internally: dequantized weights, or 8-bit copies."""
         if self._kernels is None or not self._kernels.packed:
             return 0
         backward = func is torch.ops.zerolora.lora_backward.default
@@ -136,12 +136,12 @@ class Meter(TorchDispatchMode):
         return sum(sizes) if backward and sum(sizes) <= MAX_DEQUANTIZED_TOGETHER else max(sizes)
 
 
-class _Complete(Exception):
-    """Ends a pass once a layer of each kind has run."""
+class _ObservationComplete(Exception):
+    """Raised to stop the forward pass once a layer of each kind has been measured."""
 
 
-class NoEstimate(UserError):
-    """Raised if the model's code does not run without weights."""
+class NoEstimateError(UserError):
+    """Raised if the memory cannot be estimated because the model's code does not run without weights."""
 
     def __init__(self, error: Exception) -> None:
         self.reason = one_line(f"{type(error).__name__}: {error}")
@@ -152,21 +152,21 @@ class NoEstimate(UserError):
 
 
 def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-    """Return the memory that a layer of each kind needs for `rows` rows. Raises NoEstimate."""
+    """Return the memory that a layer of each kind needs for `rows` rows."""
     model = shapes.model.to("meta", kernels.dtype).train()
     layers: dict[int, Layer] = {}
     meter = Meter(model, kernels)
     try:
         with substitute_attention(copied=kernels.copied_heads), forbid_triton(), meter:
-            results = _watch(shapes, meter, layers)
-            _install(model, kernels)
+            results = _intercept_layers(shapes, meter, layers)
+            _apply_patches(model, kernels)
             results.clear()
             meter.measuring = True
             _forward(model, rows, kernels.length)
-    except _Complete:
+    except _ObservationComplete:
         pass
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise NoEstimate(error) from error
+        raise NoEstimateError(error) from error
     finally:
         disable_recomputation(model)
         model.zero_grad()
@@ -174,7 +174,7 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
 
 
 def count_rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
-    """Return the number of rows above which memory grows linearly; our kernels recompute only large inputs."""
+    """Return the number of rows above which all inputs are large enough to recompute, so that memory grows linearly."""
     row = kernels.length * shapes.hidden * kernels.dtype.itemsize
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
@@ -200,11 +200,11 @@ def _forward(model: Any, rows: int, length: int) -> Any:
     return model(input_ids=torch.zeros(rows, length, dtype=torch.long, device="meta"), use_cache=False)
 
 
-def _install(model: Any, kernels: Kernels) -> None:
+def _apply_patches(model: Any, kernels: Kernels) -> None:
     """Patch the model as a run does (trainer/patches/installation.py)."""
     from trainer.patches.fused_lora import group_layers  # imports bitsandbytes
 
-    _choose_attention(model, kernels)
+    _set_attention(model, kernels)
     if kernels.elementwise:
         replace_elementwise(model, frozen_norms=kernels.frozen_norms, recompute=kernels.recomputed)
     _replace_experts(model, kernels)
@@ -215,14 +215,14 @@ def _install(model: Any, kernels: Kernels) -> None:
         for group in group_layers(model, partial(_forward, model, 1, 8), separate=kernels.separate)[1]:
             group.install()
     if kernels.recomputed != "none":
-        recompute_inputs(model)
+        install_input_recomputation(model)
     if kernels.mlp_tile:
         tile_feed_forward(model, kernels.mlp_tile)
     if kernels.selective:
         enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
 
 
-def _choose_attention(model: Any, kernels: Kernels) -> None:
+def _set_attention(model: Any, kernels: Kernels) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLASH, _attend)
@@ -245,16 +245,16 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
         if id(experts) in wrapped or takes_all_tokens(experts):
             continue
         by_operator = kernels.on_gpu and kernels.fused and detect_activation(experts) is not None
-        compute: Callable[..., Any] = partial(adapted_forward if by_operator else run_in_torch, experts, {})
+        compute: Callable[..., Any] = partial(run_adapted_experts if by_operator else run_in_torch, experts, {})
         if kernels.packed_experts and not by_operator:
             compute = partial(checkpoint, compute, use_reentrant=False)
         replace(experts, "forward", compute)
 
 
-def _watch(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
+def _intercept_layers(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
     """Patch layers so that one of each kind is measured into `layers` and the others return its result.
 
-    Returns the results by kind, which are filled while the model runs.
+    Returns a dict of results by kind, which is filled while the model runs.
     """
     results: dict[int, Any] = {}
 
@@ -264,7 +264,7 @@ def _watch(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, 
         if kind not in results:
             results[kind], layers[kind] = _measure(meter, forward, args, kwargs)
             if len(layers) == len(set(shapes.layers)):
-                raise _Complete
+                raise _ObservationComplete
         return results[kind]
 
     for kind, block in zip(shapes.layers, find_decoder_layers(shapes.model)[1], strict=True):
@@ -292,7 +292,7 @@ def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[
 
 
 def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Empty every layer that equals an earlier one, and return the kind of each layer."""
+    """Delete the contents of every layer that equals an earlier one; return the index of each layer's kind."""
     numbers: dict[Any, int] = {}
     kinds = []
     for block in blocks:
@@ -308,7 +308,7 @@ class _Flash(torch.autograd.Function):
     """A substitute for flash attention that saves the same tensors: q, k, v, the output and the fp32 log-sum-exp."""
 
     results = 0
-    """Bytes of all outputs and log-sum-exps since it was set to 0."""
+    """Bytes of outputs and log-sum-exps, accumulated since the last reset to 0."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Out-of-memory errors in a step: restart with half the micro-batch and twice the accumulation, or suggest fixes.
+"""Recover from out-of-memory errors in a step: restart with half the micro-batch, or suggest settings.
 
-The loss curve does not change, because a step trains on the same samples however they are split. The other ranks may
-be waiting in a collective, where no message reaches them. So the failed rank writes a note and exits; the launcher
+Gradient accumulation doubles, so a step trains on the same samples and the loss curve does not change. The other ranks
+may be waiting in a collective, where no message reaches them. So the failed rank writes a note and exits; the launcher
 restarts all ranks from the newest checkpoint, as after any other failure (launcher/supervision/restarts.py).
 """
 
@@ -22,7 +22,7 @@ _CUDA_LIBRARY_ERRORS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED
 Result = TypeVar("Result")
 
 
-class OutOfMemory(UserError):
+class StepOutOfMemoryError(UserError):
     """Raised if a step runs out of memory; if `exit_code` is EXIT_RESTART, the launcher follows the restart note."""
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
@@ -39,9 +39,9 @@ class Recovery:
         """Whether the optimizer step has begun; a smaller micro-batch does not help there."""
 
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
-        """Return `launch()`; `step` counts from 1, `saved_at` is the step of the newest checkpoint.
+        """Call `launch` and return its result; `step` counts from 1, `saved_at` is the step of the newest checkpoint.
 
-        Raises OutOfMemory, after writing a note for the launcher if a restart can help.
+        Raises StepOutOfMemoryError if memory runs out. If a restart can help, it first writes a note for the launcher.
         """
         self.is_updating = False
         try:
@@ -61,11 +61,11 @@ class Recovery:
         training = self._config.training
         size, accumulation = training.batch_size, training.gradient_accumulation_steps
         if training.on_oom == "stop" or self.is_updating or size == 1:
-            return OutOfMemory(self._describe_fixes(step))
+            return StepOutOfMemoryError(self._describe_fixes(step))
         new_size, new_accumulation = find_smaller_batch(size, accumulation, size // 2).values()
         note = RestartNote(step, new_size, new_accumulation, self._config.zero.stage)
         note.write(Path(self._config.output_dir) / "logs")
-        return OutOfMemory(
+        return StepOutOfMemoryError(
             f"step {step}: out of memory with batch_size {size}; to continue manually add "
             + " ".join(f"{name}={value}" for name, value in note.settings().items())
             + (" training.resume_from_checkpoint=latest" if saved_at else ""),

@@ -1,4 +1,4 @@
-"""Memory estimates of configurations, and the stage, micro-batch and recomputation that fit an amount of memory."""
+"""Estimate the memory of configurations; choose the ZeRO stage, micro-batch and recomputation that fit."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ from trainer.config.checks import check_combinations
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
-from trainer.memory.activations import Activations, Work, add_layers, estimate_tower_activations
+from trainer.memory.activations import Activations, MicroStep, combine_layers, estimate_tower_activations
 from trainer.memory.bytes import GIB, Estimate, estimate, offloaded_bytes
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, count_rows_to_observe, observe_layers
-from trainer.memory.stored_weights import Placement, Shapes, fetched_weights, stored_bytes
+from trainer.memory.stored_weights import Placement, Shapes, list_gathered_weights, stored_bytes
 from trainer.parallel.ranks.group import list_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
@@ -32,7 +32,7 @@ MIN_HALVED_LENGTH = 256
 """Sequences up to this length are not halved."""
 STAGES = (0, 1, 2, 3)
 CPU_STAGE = 2
-"""ZeRO stage without a GPU, where it does not depend on memory."""
+"""ZeRO stage that `auto` selects without a GPU."""
 RECOMPUTATION = "training.gradient_checkpointing"
 LAYERS = "training.gradient_checkpointing_layers"
 Changes = dict[str, Any]
@@ -46,18 +46,18 @@ class Lengths:
     targets: int
     samples: int | None = None
     reference: int | None = None
-    """Positions of all scu.reference texts at which adapter and base are compared; None if unknown."""
+    """Positions of all scu.reference texts at which adapted and base model are compared; None if unknown."""
     images: int = 0
     """Mean image tokens of the samples with images, or of a pack."""
 
     @classmethod
     def assume(cls, config: RunConfig) -> "Lengths":
-        """Return lengths for use without data: every sequence has the maximum length."""
+        """Return lengths that assume the maximum length for every sequence, for use without data."""
         return cls(config.dataset.max_length, targets=config.dataset.max_length)
 
     @classmethod
     def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Return the lengths of prepared samples and scu.reference texts; for a stream or None, call `assume`."""
+        """Return the lengths of prepared samples and scu.reference texts; if unknown (a stream), `assume` them."""
         if not hasattr(samples, "lengths"):
             return cls.assume(config)
         tokens, targets = samples.lengths()
@@ -67,7 +67,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds a changed configuration with its estimate, or with the reason why it is refused."""
+    """Holds a changed configuration with its estimate, or the reason why its settings cannot be combined."""
 
     config: RunConfig
     changes: Changes
@@ -76,7 +76,7 @@ class Choice:
 
     @property
     def needed(self) -> float:
-        """Bytes that must be free on a GPU; infinite if the configuration is refused."""
+        """Bytes that must be free on a GPU; infinite if the settings cannot be combined."""
         return math.inf if self.estimate is None else self.estimate.needed
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class Planner:
         return estimate(self.shapes, work, placement, activations, tower)
 
     def bytes_received(self, config: RunConfig) -> dict[str, int]:
-        """Return the bytes that a GPU receives in a step: weights from its host and from others, and gradients.
+        """Return the bytes that a GPU receives in a step: weights from its own and other hosts, and gradients.
 
         Weights are gathered in the forward and backward passes of each micro-step. Gradients use a ring all-reduce.
         """
@@ -134,7 +134,7 @@ class Planner:
         near = sum(hosts[rank] == hosts[group[0]] for rank in group)
         weights = 0
         if placement.zero.stage == 3:
-            layers = sum(stored_bytes(weight, placement) for weight in fetched_weights(self.shapes, placement))
+            layers = sum(stored_bytes(weight, placement) for weight in list_gathered_weights(self.shapes, placement))
             weights = 2 * placement.training.gradient_accumulation_steps * layers
         gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element // machine.world_size
         return {
@@ -144,7 +144,7 @@ class Planner:
         }
 
     def try_changes(self, config: RunConfig, changes: Changes) -> Choice:
-        """Return the configuration after some changes with its estimate, or why they cannot be combined."""
+        """Apply changes to the configuration; return the result with its estimate, or why it is invalid."""
         changed = apply_changes(config, changes)
         try:
             check_combinations(changed)
@@ -175,7 +175,7 @@ class Planner:
         return LARGEST_BATCH
 
     def find_largest_batch(self, config: RunConfig, memory: int) -> int:
-        """Return the largest micro-batch that fits `memory`, with `SPARE` of the peak left if above 1; 0 if none."""
+        """Return the largest micro-batch that fits, or 0; those above 1 must leave `SPARE` of the peak free."""
         fits, too_large = 0, self.find_largest_useful_batch(config) + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
@@ -187,11 +187,11 @@ class Planner:
         return fits
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Resolve `auto`: the least recomputation that fits, then the lowest stage, then the largest batch.
+        """Resolve `auto` to the least recomputation that fits, then the lowest stage, then the largest batch.
 
         Stages are tried with micro-batch 1 if `batch_size` is `auto`. If nothing fits, the last stage and micro-batch 1
-        are chosen, which the check before training then refuses. Without a GPU (`memory` None): no recomputation, stage
-        2 or the highest that other settings allow, and micro-batch 1.
+        are chosen, which the check before training then rejects. Without a GPU (`memory` is None), `auto` becomes no
+        recomputation, stage 2 (or the highest that other settings allow) and micro-batch 1.
         """
         if config.training.gradient_checkpointing != "auto":
             return self._resolve(config, memory)
@@ -237,7 +237,7 @@ class Planner:
         return host if fits else apply_changes(config, {"zero.shard_within": "all"})
 
     def _choose_stage(self, config: RunConfig, memory: int | None) -> int:
-        """Return the lowest stage that fits, or CPU_STAGE without a GPU; if not possible, the highest allowed stage."""
+        """Return the lowest stage that fits (CPU_STAGE without a GPU), or else the highest allowed stage."""
         if memory is not None and (stage := self.find_lowest_stage(config, memory)) is not None:
             return stage
         choices = {stage: self.try_changes(config, {"zero.stage": stage}) for stage in STAGES}
@@ -249,14 +249,14 @@ class Planner:
     def build_decisions(self, config: RunConfig) -> Decisions:
         return self.decide(config, self.machine, self.shapes.properties)
 
-    def build_work(self, config: RunConfig, decided: Decisions) -> Work:
+    def build_work(self, config: RunConfig, decided: Decisions) -> MicroStep:
         training = config.training
         kernels, fused = self._build_kernels(config, decided), bool(decided.fused_head.value)
         room = self.machine.host_room
         if room is not None:
             room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
         reference = _count_reference_rows(config)
-        return Work(
+        return MicroStep(
             rows=training.batch_size + reference,
             reference_rows=reference,
             # Without the fused loss, a position with a target in one row has logits in every row. If this is decided
@@ -296,13 +296,13 @@ class Planner:
             scan_by_kernel=on_gpu and self.machine.scan_kernels,
         )
 
-    def estimate_activations(self, work: Work) -> Activations:
+    def estimate_activations(self, work: MicroStep) -> Activations:
         plain = replace(work.kernels, recomputed="none", selective=False)
         layers, plain_layers = (
             [observed[kind] for kind in self.shapes.layers]
             for observed in (self._estimate_layers(kernels, work.rows) for kernels in (work.kernels, plain))
         )
-        return add_layers(layers, plain_layers, work.larger_pass / work.rows, work)
+        return combine_layers(layers, plain_layers, work.larger_pass_rows / work.rows, work)
 
     def _estimate_layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
         if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
@@ -334,7 +334,7 @@ class Planner:
         )
 
     def _base_state_bytes(self, config: RunConfig, decided: Decisions) -> int:
-        """Return the bytes of scu.reference_cache for a run long enough to use it; 0 if its size is unknown."""
+        """Return the bytes that scu.reference_cache may need; 0 if it is off or its size is unknown."""
         scu = config.scu
         kl = scu.enabled and scu.measure == "kl"
         if not kl or not scu.reference_cache or decided.fused_head.value is False:
@@ -377,7 +377,7 @@ def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
-    """Return a configuration to build and estimate all adapters as one, with the sums of their LoRA ranks and rows.
+    """Return a configuration that treats all adapters as one, with the sums of their LoRA ranks and rows.
 
     `runs` are the configurations of the adapters. On a CPU, `ops.backend: auto` selects the operators in plain torch,
     because PEFT's layers compute one adapter at a time.

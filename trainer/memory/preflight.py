@@ -1,4 +1,4 @@
-"""Resolve `auto` and check the estimate against each GPU before training; compare it with the peak afterwards."""
+"""Resolve `auto` and check the memory estimate before training; compare the estimate with the peak afterwards."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, Estimate
 from trainer.memory.decisions import Decisions, Machine
-from trainer.memory.observed import NoEstimate
+from trainer.memory.observed import NoEstimateError
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Planner, apply_changes, format_gib
 from trainer.parallel.engine.deepspeed_engine import DTYPES
@@ -38,7 +38,7 @@ class MemoryPlan:
         return Recovery(self.config, world_size, self.planner)
 
     def measure_peak(self) -> int:
-        """Return the highest peak, in bytes, of any rank's GPU, or process on a CPU; every rank must call it."""
+        """Return the highest peak memory in bytes over all GPUs (on CPUs, all processes); every rank must call it."""
         return int(max(gather_objects(peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
@@ -69,8 +69,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Resolve `auto` and check that the run fits; every rank must call it and gets the same result.
 
-    Rank 0 estimates for the GPU with the least free memory and broadcasts the plan. Raises UserError on every rank,
-    with both sizes and suggested changes, unless training.ignore_memory_check is set.
+    Rank 0 plans for the GPU with the least free memory and broadcasts the plan. If the run does not fit, raises
+    UserError on every rank, with suggested changes, unless training.ignore_memory_check is set.
     """
     memory = _measure_least_free(config, device)
     free_by_rank = gather_objects((host_name(), compute_host_room()))
@@ -89,16 +89,16 @@ def plan_memory(
 def plan_for_machine(
     kind: type[Planner], machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None
 ) -> MemoryPlan:
-    """Plan for ranks with `memory` bytes of GPU memory each, or None for CPUs; raises UserError like `plan_memory`."""
+    """Plan the memory of ranks with `memory` bytes per GPU (None: CPUs). Raises UserError as `plan_memory` does."""
     counts = count_samples(prepared), config.data_ranks(machine.world_size)
     config = resolve_global_batch(config, *counts)
     has_auto = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         planner = kind.from_run(machine, config, prepared)
         planner.estimate(planner.resolve(config, None))  # runs layers of the model, which may fail
-    except (NoEstimate, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (NoEstimateError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model without an estimate still trains, if no setting depends on the estimate.
-        reason = error.reason if isinstance(error, NoEstimate) else f"{type(error).__name__}: {error}"
+        reason = error.reason if isinstance(error, NoEstimateError) else f"{type(error).__name__}: {error}"
         if has_auto:
             raise UserError(
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); set both to numbers"
@@ -161,7 +161,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
 
 
 def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
-    """Return the free bytes of the GPU with the least, plus the bytes of the CUDA context; None without a GPU."""
+    """Return the smallest free memory of any GPU in bytes, plus the CUDA context; None without a GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.yaml_core import read_yaml
-from trainer.memory.activations import Work
+from trainer.memory.activations import MicroStep
 from trainer.memory.planner import Planner
 from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_layers import experts_per_token
@@ -34,11 +34,11 @@ ATTENTION_BACKWARD = 2.5
 class Collective:
     name: str
     per_step: int
-    """Number of times in a step."""
+    """Number of calls in a step."""
     bytes_received: int
-    """Bytes that a GPU receives each time."""
+    """Bytes that a GPU receives in one call."""
     seconds: float
-    """Time of each, if nothing else runs."""
+    """Time of one call, if nothing else runs."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class StepTime:
 
     compute: float
     gathers: float
-    """Time that gathers add to the step, by slowing down products or delaying them."""
+    """Time that gathers add to the step, by slowing down or delaying matmuls."""
     exchanges: float
     """Exchange of attention's inputs and outputs between the ranks that share a sequence."""
     gradients: float
     slowest: float
-    """Waiting for the slowest rank."""
+    """Time spent waiting for the slowest rank."""
     tokens: int
     """Tokens per step and GPU."""
     collectives: tuple[Collective, ...] = ()
@@ -69,8 +69,8 @@ class StepTime:
 def predict_step(planner: Planner, config: RunConfig, card: str, network: float) -> tuple[StepTime, str]:
     """Return the time of a step of a configuration without `auto`, and a note on assumed values.
 
-    `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError for
-    configurations without a predictable speed.
+    `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError
+    for gathers by module and for offloading, whose speed is not predicted.
     """
     decided, training, machine = planner.build_decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"
@@ -99,7 +99,7 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
 
 
 def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict[str, Any], float, str]:
-    """Return the measurements of a card or REFERENCE_CARD, its utilization for this base, and a note on assumptions."""
+    """Return the measurements of a card or REFERENCE_CARD, its utilization, and a note on assumptions."""
     measured, note = CARDS.get(card), ""
     if measured is None:
         measured = CARDS[REFERENCE_CARD]
@@ -120,7 +120,7 @@ def _compute_recomputed_fraction(config: RunConfig, layers: int) -> float:
 
 
 def _predict_compute(
-    planner: Planner, config: RunConfig, work: Work, fraction: float, measured: dict[str, Any], rate: float
+    planner: Planner, config: RunConfig, work: MicroStep, fraction: float, measured: dict[str, Any], rate: float
 ) -> float:
     """Return the seconds of a micro-step's computation: attention at its measured rate, all else at `rate` FLOP/s."""
     ranks, length = config.parallel.sequence, work.kernels.length * config.parallel.sequence
@@ -148,9 +148,9 @@ def _predict_gathers(
 
 
 def _predict_exchanges(
-    planner: Planner, config: RunConfig, work: Work, fraction: float, link: float
+    planner: Planner, config: RunConfig, work: MicroStep, fraction: float, link: float
 ) -> tuple[float, list[Collective]]:
-    """Return the seconds of a micro-step's exchanges of tokens for heads (two per layer and pass) and collectives."""
+    """Return the seconds of a micro-step's exchanges of tokens for heads (two per layer and pass), and collectives."""
     ranks = config.parallel.sequence
     if ranks == 1:
         return 0.0, []
@@ -165,7 +165,7 @@ def _predict_exchanges(
 
 
 def find_peak_flops(card: str) -> float:
-    """Return the dense 16-bit FLOP/s of a card; raises UserError if it is unknown."""
+    """Return the dense 16-bit FLOP/s of a card; raises UserError if the card is unknown."""
     if card not in PEAK_TFLOPS:
         raise UserError(f"--card {card}: unknown; use one of {', '.join(PEAK_TFLOPS)}")
     return PEAK_TFLOPS[card] * TERA

@@ -1,4 +1,4 @@
-"""The tensors and layers of a model, and the bytes of its weights on one rank: stored, sharded, or gathered."""
+"""Describe the tensors and layers of a model; compute the bytes of its stored, sharded and gathered weights."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from trainer.patches.model_properties import ModelProperties
 ALLOCATION = 512
 """Granularity in bytes of torch's allocator."""
 ROUNDED_AT_ONCE = 16
-"""Bytes per weight while a matrix is rounded (training.qat): four copies in 32 bits."""
+"""Bytes per weight while a matrix is rounded (training.qat): four fp32 copies."""
 GATHERED_LAYERS = 2
 """Layers that are gathered at once at stage 3: the current one and the prefetched one."""
 
@@ -19,20 +19,20 @@ GATHERED_LAYERS = 2
 class Weight:
     elements: int
     packable: bool
-    """Whether it is a matrix that is packed in a quantized base."""
+    """Whether it is a matrix that is packed if the base model is quantized."""
     trained: bool
     layer: int
     """Index of its decoder layer; -1 outside of layers."""
     factor: bool = False
     """Whether it is a LoRA factor."""
     experts: int = 0
-    """Number of experts in it, each of which is packed separately; 0 for other weights."""
+    """Number of experts in the tensor, which are packed separately; 0 for other weights."""
     mxfp4: bool = False
     """Whether it stays in MXFP4, as stored."""
     rows: int = 0
     """Rows of the matrix, or of all experts' matrices."""
     stored_bits: int = 0
-    """Bits of a code if it is stored and kept in FP8 or 4 bits, otherwise 0."""
+    """Bits per element if the checkpoint stores it in FP8 or 4 bits and it stays so; otherwise 0."""
     stored_scales: int = 0
     """Bytes of the scales of the stored codes."""
 
@@ -67,7 +67,7 @@ class Placement:
     training: TrainingSection
     quantization: QuantizationSection
     packed: bool
-    """Whether this run quantizes the base."""
+    """Whether this run quantizes the base model."""
     world_size: int
     by_layer: bool
     """Whether stage 3 gathers whole layers and replicates the adapter."""
@@ -75,13 +75,13 @@ class Placement:
     """Whether all LoRA factors are one buffer."""
     element: int
     shard_group: int = 0
-    """Ranks that share one copy of the base at stage 3; 0: all."""
+    """Ranks that share one copy of the base model at stage 3; 0: all."""
     base_states: int = 0
     """Bytes of the base model's outputs on reference text, on the host."""
 
     @property
     def has_master(self) -> bool:
-        """Whether training is in 16 bits with 32-bit master weights."""
+        """Whether training uses a 16-bit dtype with fp32 master weights."""
         return self.element < 4
 
 
@@ -108,7 +108,7 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of the scales of a quantized weight.
 
     8 bits: 4 bytes per row, or per stored scale. 4 bits: 4 bytes per block, or with double quantization 1 byte per
-    block and 4 bytes per 256 blocks; codebooks of 16 and 256 32-bit numbers per matrix, shared by experts, which have
+    block and 4 bytes per 256 blocks; fp32 codebooks of 16 and 256 values per matrix, shared by experts, which have
     separate blocks. MXFP4: 1 byte per 32 values. Stored formats: `stored_scales`.
     """
     if not is_packed(weight, placement):
@@ -128,7 +128,7 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
 
 
 def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of the buffers for dequantized experts: one per tensor of a layer, shared by all layers."""
+    """Return the bytes of the buffers for dequantized experts; there is one per tensor of a layer, shared by layers."""
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if weight.experts and is_packed(weight, placement):
@@ -145,26 +145,26 @@ def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
 
 
 def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of frozen weights and scales on this rank: all, a shard at stage 3, or 0 if offloaded."""
+    """Return the bytes of frozen weights and scales on this rank's GPU."""
     frozen = (weight for weight in shapes.weights if not weight.trained)
     return resident_bytes(sum(stored_bytes(weight, placement) for weight in frozen), placement)
 
 
 def resident_bytes(size: int, placement: Placement) -> int:
-    """Return how many of `size` bytes, which stage 3 partitions or offloads, stay on a rank's GPU."""
+    """Return how many of `size` bytes stay on a rank's GPU: all, a shard at stage 3, or 0 if offloaded."""
     return 0 if placement.zero.stage == 3 and placement.zero.offload_parameters else base_shard_size(size, placement)
 
 
 def gathered_bytes(shapes: Shapes, placement: Placement) -> tuple[int, int]:
-    """Return the bytes of weights gathered at once at stage 3: in layers, and outside of layers.
+    """Return the peak bytes of weights gathered at once at stage 3: (in decoder layers, outside of them).
 
-    By layer: twice the largest frozen layer; embedding or head while it is used. By module: the same, trained or not,
-    and prefetched parameters up to `max_live_parameters`. A single rank gathers nothing, unless from host memory.
+    Gathering by layer needs twice the largest frozen layer, and the embedding or head while it is used. Gathering by
+    module also prefetches parameters, up to `max_live_parameters`. A single rank gathers only offloaded weights.
     """
     is_single = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
     if placement.zero.stage < 3 or is_single:
         return 0, 0
-    fetched = fetched_weights(shapes, placement)
+    fetched = list_gathered_weights(shapes, placement)
     layers = [
         sum(stored_bytes(weight, placement) for weight in fetched if weight.layer == index)
         for index in range(len(shapes.layers))
@@ -177,8 +177,8 @@ def gathered_bytes(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     return min(sum(layers), prefetched, placement.zero.max_live_parameters * placement.element), outside
 
 
-def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
-    """Return the weights that stage 3 gathers: frozen ones and, by module, trained ones except LoRA factors."""
+def list_gathered_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
+    """Return the weights that stage 3 gathers: frozen weights, and by module also trained ones except LoRA factors."""
     return [weight for weight in shapes.weights if not (weight.trained if placement.by_layer else weight.factor)]
 
 

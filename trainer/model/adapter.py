@@ -14,8 +14,8 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import matches_path
 from trainer.model.model_kind import has_score
-from trainer.model.reached_layers import find_reached
-from trainer.model.saved_adapter import check_reloadable, last_components, load_adapter, set_saved_targets
+from trainer.model.reached_layers import probe_gradient_coverage
+from trainer.model.saved_adapter import check_reloadable, get_last_components, load_adapter, set_saved_targets
 from trainer.model.targets import (
     Targets,
     build_exclusion_pattern,
@@ -38,7 +38,7 @@ BITS_PER_TOKEN = 1.0
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """Describes adapted layers with the same name and shape: one row of the table printed at the start."""
+    """Describes adapted layers with the same name and shape, as one row of the table printed at the start."""
 
     name: str
     shape: str
@@ -58,7 +58,7 @@ def build_lora_config(
     """Build the peft.LoraConfig for the section `lora`.
 
     `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets` lists the adapted paths if it is not
-    None, and `projectors` the modules trained in full. PEFT refuses dropout if any target is a parameter; in that case
+    None, and `projectors` the modules trained in full. PEFT rejects dropout if any target is a parameter; in that case
     call `set_dropout`.
     """
     from peft import LoraConfig
@@ -69,7 +69,8 @@ def build_lora_config(
     ranks = dict(lora.rank_pattern)
     if targets is not None and targets.experts and targets.expert_rank != lora.r:
         ranks |= {
-            re.escape(name): targets.expert_rank for name in sorted({last_components(path) for path in targets.experts})
+            re.escape(name): targets.expert_rank
+            for name in sorted({get_last_components(path) for path in targets.experts})
         }
     return LoraConfig(
         task_type=task_type,
@@ -106,7 +107,7 @@ def apply_adapter(
 ) -> Any:
     """Add a new adapter in `dtype`, or load the adapter at `lora.adapter_path`.
 
-    In 16-bit training DeepSpeed keeps 32-bit master weights. LoftQ (Li et al., 2023) initializes the adapter from the
+    In 16-bit training DeepSpeed keeps fp32 master weights. LoftQ (Li et al., 2023) initializes the adapter from the
     quantization error, which requires the full-precision weights of `base_model`.
     """
     from peft import get_peft_model
@@ -142,7 +143,7 @@ def apply_adapter(
 
 
 def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
-    """Load the adapter at `lora.adapter_path`; the model may be empty. Raises UserError if it does not fit."""
+    """Load the adapter at `lora.adapter_path`; the model may be empty. Raises UserError if they do not match."""
     error_prefix = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
     return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
 
@@ -240,7 +241,7 @@ def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of trainable and total parameters; packed weights are counted at their unpacked size."""
+    """Return the numbers of trainable and total parameters, counting packed weights at their unpacked size."""
     trainable = total = 0
     trained = {id(parameter) for _, parameter in list_trained_parameters(model)}
     for name, parameter in model.named_parameters():
@@ -292,11 +293,11 @@ class GradientCheck:
         self._flat = find_flat_adapter(model)
         self._base = getattr(model, "get_base_model", lambda: model)()
         # Factors in a flat buffer are not leaves; the views taken in each forward pass get the gradients.
-        self._handles = [p.register_hook(self._watch(name)) for name, p in trained if p.requires_grad]
+        self._handles = [p.register_hook(self._build_hook(name)) for name, p in trained if p.requires_grad]
         if self._flat is not None:
-            self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._watch(name))))
+            self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._build_hook(name))))
 
-    def _watch(self, name: str) -> Any:
+    def _build_hook(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
             if grad is None:  # only other views of the flat buffer received a gradient
                 return
@@ -306,21 +307,19 @@ class GradientCheck:
         return hook
 
     def _may_be_idle(self, name: str) -> bool:
-        """Return whether a tensor may lack a gradient, as part of an unused expert or of a layer for long sequences."""
+        """Return whether a tensor may lack a gradient: in an unused expert, or a layer for long sequences only."""
         expert = EXPERT_NAME.match(name)
         others = filter(None, (EXPERT_NAME.match(other) for other in self._finite)) if expert else ()
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
             return True
         path = name.removeprefix("base_model.model.").partition(".lora_")[0]
-        return hasattr(self._base, "config") and path in find_reached(self._base).in_long_sequences
+        return hasattr(self._base, "config") and path in probe_gradient_coverage(self._base).in_long_sequences
 
     def finish(self) -> None:
         """Remove the hooks and check the gradients they recorded.
 
-        An expert without tokens may lack a gradient, unless experts are fused.
-
         Raises:
-            RuntimeError: if a parameter got no gradient.
+            RuntimeError: if a parameter got no gradient, except in an expert without tokens.
             FloatingPointError: if a gradient is not finite.
         """
         if self._flat is not None:

@@ -17,12 +17,12 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""Options of `generate` for greedy decoding; they override the base's generation settings."""
+"""Options of `generate` for greedy decoding; they override the model's generation settings."""
 
 
 @phase("generate")
 def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
-    """Return the greedy answers to a batch of tokenized prompts; a collective call."""
+    """Generate answers to a batch of tokenized prompts by greedy decoding; every rank must call it."""
     model, options = engine.module, {**GREEDY, "synced_gpus": needs_synced_passes(engine)}
     was_training = model.training
     model.eval()
@@ -52,7 +52,7 @@ def generate_texts(
 
 
 def needs_synced_passes(engine: Engine) -> bool:
-    """Return whether forward passes gather weights, so that all ranks must generate the same number of tokens."""
+    """Return whether forward passes gather weights, which forces all ranks to generate the same number of tokens."""
     return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
 
 
@@ -80,7 +80,7 @@ def encode_prompt(
 
 
 def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer for the model, the tokenizer or the chat template.
+    """Return the stop tokens of the model, the tokenizer and the chat template.
 
     An adapter trained on conversations ends its turns with the template's token, not with the end-of-text token.
     """
@@ -92,7 +92,7 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token after an answer in the chat template, which may start the next turn; None if there is none."""
+    """Return the token that follows an answer in the chat template, or None; it may start the next turn."""
     source = find_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

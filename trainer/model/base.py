@@ -28,7 +28,7 @@ from trainer.model.model_source import (
     check_source,
 )
 from trainer.model.published_shapes import is_random
-from trainer.model.random_weights import build_byte_tokenizer, build_random_config, draw_score
+from trainer.model.random_weights import build_byte_tokenizer, build_random_config, init_score_head
 from trainer.model.stored_settings import find_stored_form
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
@@ -40,8 +40,8 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|e
 def load_model_config(base_model: str, section: ModelSection) -> Any:
     """Load the model's configuration from a folder, the hub's cache or the hub.
 
-    `random:SHAPE` names a shape in trainer/model/published_shapes.yaml. Raises UserError if the configuration cannot
-    be found or read.
+    `random:SHAPE` selects an architecture of trainer/model/published_shapes.yaml. Raises UserError if the configuration
+    cannot be found or read.
     """
     from transformers import AutoConfig
 
@@ -98,14 +98,14 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
 
 
 def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dtype) -> None:
-    """Raise UserError if a stored weight is not finite; called after a non-finite loss."""
+    """Raise UserError if a stored weight is not finite, to explain a non-finite loss."""
     if not is_random(base_model):
         check_finite(f"base_model={base_model}", SafetensorsFiles(base_model, section), dtype)
 
 
 @replaces("`legacy` in the saved settings of a tokenizer")
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
-    """Load the tokenizer with a padding token and the tokens of `model.added_tokens`."""
+    """Load the tokenizer; add the tokens of `model.added_tokens` and, if it lacks one, a padding token."""
     name = section.tokenizer or base_model
     tokenizer = build_byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
@@ -137,7 +137,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
 
 
 def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
-    """Set a padding token if the tokenizer has none. Padding is masked by position, so any token works."""
+    """Set a padding token if the tokenizer has none; any token works, because padding is masked by position."""
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
             raise UserError(
@@ -161,7 +161,7 @@ def context_length(model_config: Any) -> int | None:
 
 
 def has_rotary_positions(model_config: Any) -> bool:
-    """Return whether positions are computed (and may exceed `context_length`) rather than looked up in a table."""
+    """Return whether the model uses rotary embeddings, whose positions may exceed `context_length`."""
     return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
 
 
@@ -180,10 +180,10 @@ def load_base_model(
     """Return the base model in `dtype` on `device`, quantized if `quantization` is set.
 
     Stored 4-bit and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
-    configuration unchanged. A stage-3 `deepspeed_config` lets DeepSpeed partition the model; `shards` shards it per
-    layer.
+    configuration unchanged. With a stage-3 `deepspeed_config` DeepSpeed partitions the model; with `shards` it is
+    sharded per layer.
 
-    transformers loads unpartitioned models in 16 or 32 bits. Quantized, partitioned and random models are built empty
+    transformers loads unpartitioned 16-bit and fp32 models. Quantized, partitioned and random models are built empty
     and filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
@@ -206,7 +206,7 @@ def load_base_model(
             deepspeed_config=deepspeed_config, shards=shards, unpack=unpack,
         )  # fmt: skip
         if not is_random(base_model):
-            with suppress(OSError):  # the base has no generation_config.json
+            with suppress(OSError):  # the model has no generation_config.json
                 revision = section.revision or "main"
                 model.generation_config = GenerationConfig.from_pretrained(base_model, revision=revision)
         return model
@@ -223,7 +223,7 @@ def load_base_model(
             use_safetensors=True,
         )
     if has_score(config) and SCORE not in files.shapes():
-        model.score.weight.data = draw_score(config).to(dtype)
+        model.score.weight.data = init_score_head(config).to(dtype)
     return model.to(device)
 
 
@@ -234,7 +234,7 @@ def match_vocabulary(model: Any, tokenizer: Any) -> None:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Creates weights directly on the meta device, because the experts of one layer can exceed a host's memory."""
+    """Redirects torch.empty to the meta device, because the experts of one layer can exceed a host's memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
@@ -257,7 +257,7 @@ def empty_model(model_config: Any, section: ModelSection) -> Any:
 
 
 def add_embedding_noise(model: Any, alpha: float) -> None:
-    """Add uniform noise in +-alpha / sqrt(L D) to the embeddings [B, L, D] of every training pass (arXiv:2310.05914).
+    """Add NEFTune noise (arXiv:2310.05914) to embeddings [B, L, D] in training: uniform in +-alpha / sqrt(L D).
 
     The noise comes from torch's generator, which checkpoints restore. Passes without gradients get no noise.
     """

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits (FP8 e4m3 or int8), quantized on loading or already stored in 8 bits.
+"""Linear layers in 8 bits (FP8 e4m3 or int8), quantized on loading or already stored so.
 
 With one scale per row, matmuls also run in 8 bits (ops/eight_bit.py). With scales per block, or if `exact`, weights
 are dequantized for each matmul (ops/scaled.py).
@@ -19,8 +19,8 @@ from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import UserError
 
 MIN_FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability with FP8 products."""
-ROWS_PER_CHUNK = 4096  # a 32-bit copy of a whole weight would take four times the memory of the result
+"""Lowest compute capability with FP8 matmuls."""
+ROWS_PER_CHUNK = 4096  # an fp32 copy of a whole weight would take four times the memory of the result
 
 
 class FrozenLinear8bit(nn.Linear):
@@ -41,7 +41,7 @@ class FrozenLinear8bit(nn.Linear):
     ) -> None:
         """Take over the bias of `linear`, and free its weight.
 
-        values[O,I] are uint8 (e4m3) or int8, scales[ceil(O/rows), ceil(I/columns)] float32.
+        `values` [O,I] are uint8 (e4m3) or int8; `scales` [ceil(O/rows), ceil(I/columns)] are fp32.
         """
         assert isinstance(linear, nn.Linear)
         nn.Module.__init__(self)
@@ -66,7 +66,7 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def row_scale(self) -> torch.Tensor:
-        """Scales [O]; requires one scale per row."""
+        """Scales [O] of a weight with one scale per row."""
         return self.scales.view(-1)
 
     @property

@@ -1,4 +1,4 @@
-"""The adapter of fused experts: PEFT's wrapper with factors per expert and a forward pass that never builds W + B A.
+"""Adapt fused experts with PEFT's wrapper, using factors per expert and a forward pass that never builds W + B A.
 
 PEFT stores A of all experts as one matrix [E R, I] and B as [O, R E], and adds B A to all expert weights in every
 forward pass, which rules out dropout. Our factors A [E, R, I] and B [E, O, R] act on the tokens routed to each
@@ -15,14 +15,14 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 from trainer.contract.known_versions import replaces, require
-from trainer.model.expert_forward import Adapter, adapted_forward
+from trainer.model.expert_forward import Adapter, run_adapted_experts
 from trainer.model.expert_layers import ExpertFactor, expert_modules, expert_shape
 from trainer.model.older_names import keep_target_names
 
 
 @replaces("the adapter of a tensor of experts")
 class ParamWrapper(lora.ParamWrapper):
-    """Adapts one expert tensor; of several nested wrappers, the outermost runs the experts.
+    """Adapts one expert tensor; if wrappers are nested, the outermost one runs the experts.
 
     PEFT recognizes the class by its name.
     """
@@ -69,7 +69,7 @@ class ParamWrapper(lora.ParamWrapper):
             return plain
         # Call it as a module, so that ZeRO-3's hooks gather its parameters.
         attributes, before = vars(layer), vars(layer).get("forward")
-        attributes["forward"] = partial(adapted_forward, layer, adapters)
+        attributes["forward"] = partial(run_adapted_experts, layer, adapters)
         try:
             result: Tensor = layer(x, *args, **kwargs)
             return result
@@ -89,7 +89,7 @@ def use_expert_adapters(model: nn.Module, config: Any) -> Iterator[None]:
 
 
 def set_dropout(adapted: nn.Module, rate: float) -> None:
-    """Set the dropout of all adapters; PEFT refuses dropout if an adapter targets a parameter."""
+    """Set the dropout of all adapters; PEFT rejects dropout if an adapter targets a parameter."""
     for layer in adapted.modules():
         is_peft_wrapper = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
         if rate and isinstance(layer, lora.LoraLayer) and not is_peft_wrapper:

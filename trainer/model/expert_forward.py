@@ -1,4 +1,4 @@
-"""The forward pass of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
+"""Run fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
 The operator `ops.experts_mlp` runs it if it supports the activation, which is detected by trial. Other experts run one
 by one in plain torch, with the model's own code between the matmuls.
@@ -33,7 +33,7 @@ class Adapter:
     dropout: float
 
 
-def adapted_forward(
+def run_adapted_experts(
     experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **kwargs: Any
 ) -> Tensor:
     compute: Callable[..., Tensor] = _run_dense
@@ -69,7 +69,7 @@ def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
 
 
 def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
-    """Return the frozen weights as operands of `ops.experts_mlp`; None if it does not support these experts."""
+    """Return the frozen weights as operands of `ops.experts_mlp`; None if the operator does not support them."""
     if hidden.is_cuda and ops.loaded() is None:
         return None  # operators are loaded for training only
     activation = detect_activation(experts)
@@ -124,7 +124,7 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """Describes the activation between an expert's two matmuls, by its name in `ops.experts_mlp`."""
+    """Describes the activation between an expert's two matmuls, named as in `ops.experts_mlp`."""
 
     name: Activation
     interleaved: bool = False
@@ -136,7 +136,7 @@ _CACHE: WeakKeyDictionary[Any, ExpertActivation | None] = WeakKeyDictionary()
 
 
 def detect_activation(experts: Any) -> ExpertActivation | None:
-    """Return the activation of `ops.experts_mlp` that these experts use, detected by trial; None if none matches."""
+    """Detect by trial which activation of `ops.experts_mlp` these experts use; return None if none matches."""
     if experts not in _CACHE:
         _CACHE[experts] = _try_activations(experts)
     return _CACHE[experts]
@@ -203,7 +203,7 @@ class _Products:
 
     def __call__(self, expert: int, x: Tensor) -> Tensor:
         if get_packed_experts_layout(self.weight) is not None:
-            weight = self.weight.expert(expert)
+            weight = self.weight.dequantize_expert(expert)
         else:
             weight = self.weight[expert].t() if self.transposed else self.weight[expert]
         y = F.linear(x, weight, self._bias[expert] if self._bias is not None else None)
@@ -215,7 +215,7 @@ class _Products:
 
 
 def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
-    """Compute Llama 4's experts on rows [E T, H], each expert on all tokens; as in PEFT, A and B are swapped."""
+    """Run each of Llama 4's experts on all tokens, given as rows [E T, H]; A and B are swapped, as in PEFT."""
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
     gate, up = _batched_linear(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
     y_ETH = _batched_linear(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))
@@ -224,7 +224,7 @@ def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
 
 def _batched_linear(x_ETI: Tensor, weight_EIO: Any, adapter: Adapter | None) -> Tensor:
     if get_packed_experts_layout(weight_EIO) is not None:  # dequantized one by one
-        y_ETO = torch.stack([F.linear(x_TI, weight_EIO.expert(index)) for index, x_TI in enumerate(x_ETI)])
+        y_ETO = torch.stack([F.linear(x_TI, weight_EIO.dequantize_expert(index)) for index, x_TI in enumerate(x_ETI)])
     else:
         y_ETO = torch.bmm(x_ETI, weight_EIO)
     if adapter is None:

@@ -1,4 +1,4 @@
-"""The fused experts of MoE models in transformers: one module per layer, one tensor per matrix of all experts.
+"""Find the fused experts of MoE models in transformers: one module per layer, one tensor for all experts' matrices.
 
 `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them transposed, or have `up_proj` and no gate.
 Legend: E experts, H hidden, I width of an expert.
@@ -63,12 +63,12 @@ def expert_shape(module: Any, name: str) -> tuple[int, ...]:
 
 
 def takes_all_tokens(module: Any) -> bool:
-    """Return whether each expert gets all tokens, as in Llama 4, with zeros in place of tokens not routed to it."""
+    """Return whether each expert gets all tokens, as in Llama 4, where tokens not routed to it are zero."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
 def is_transposed(module: Any) -> bool:
-    """Return whether the matrices are stored [E, in, out]."""
+    """Return whether the matrices are stored as [E, in, out]."""
     return bool(getattr(module, "is_transposed", False)) or takes_all_tokens(module)
 
 
@@ -85,10 +85,10 @@ def experts_per_token(config: Any) -> int:
     return next((number for number in values if isinstance(number, int) and number > 0), 1)
 
 
-def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+def find_router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the router weights by name: matrices in the experts' parent module with one row per expert.
 
-    The matrices of routers that are small networks are recognized by the name `router`.
+    Routers that are small networks are recognized by the name `router`.
     """
     routers: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -106,14 +106,14 @@ class ExpertFactor(nn.Module):
     """Holds the factor A [E, R, I] or B [E, O, R] of all experts."""
 
     def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
-        """Convert PEFT's matrix; `down` is True for A, which projects down to the rank."""
+        """Convert PEFT's matrix `weight`; `down` is True for A, which projects down to the rank."""
         super().__init__()
         self.down, self.experts = down, experts
         self.weight = nn.Parameter(self.from_peft(weight).contiguous())
         self.register_load_state_dict_pre_hook(self._convert_loaded)
 
     def to_peft(self, weight: Tensor) -> Tensor:
-        """Return the factor in PEFT's shape: A [E R, I], B [O, R E]."""
+        """Return the factor in PEFT's shape: [E R, I] for A, [O, R E] for B."""
         if self.down:
             return weight.flatten(0, 1)
         return weight.permute(1, 2, 0).flatten(1)

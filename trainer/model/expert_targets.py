@@ -1,6 +1,6 @@
 """Select the tensors of fused experts that get an adapter, and the rank of their adapters.
 
-PEFT lists them in `target_parameters`. PEFT's translation of older names (peft#3711) is not used: it mistakes
+PEFT lists these tensors in `target_parameters`. PEFT's translation of older names (peft#3711) is not used: it mistakes
 gate_proj, up_proj and down_proj of dense layers and shared experts for parts of routed experts, and drops them.
 """
 
@@ -23,7 +23,7 @@ from trainer.model.expert_layers import (
     experts_per_token,
     holds_experts,
 )
-from trainer.model.reached_layers import find_reached
+from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.parallel.engine.partitioned import whole_shape
 
@@ -39,7 +39,7 @@ def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str |
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
     paths, layers = [], expert_modules(model)
-    unreached = find_reached(model).unreached if layers else {}
+    unreached = probe_gradient_coverage(model).unreached if layers else {}
     for path, module in layers.items():
         for name in expert_names(module) if path not in unreached else ():
             names = list_aliases(path, name)
@@ -67,7 +67,7 @@ def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router with its own weight rather than a plain linear layer."""
+    """Return whether a module is a router that holds a weight itself and is not a plain linear layer."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
@@ -96,12 +96,12 @@ def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None
         raise UserError(f"lora.dora=true: not supported for experts; set it to false, {fix}")
     if lora.init in UNSUPPORTED_INITS:
         raise UserError(f"lora.init={lora.init}: not supported for experts; use default or gaussian, {fix}")
-    rank = expert_rank(model, lora)
+    rank = resolve_expert_rank(model, lora)
     width = min(expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
     if rank > width:
         setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
         raise UserError(
-            f"{setting}: exceeds the width {width} of an expert, beyond which ranks add nothing; set "
+            f"{setting}: exceeds the width {width} of an expert, so a higher rank adds nothing; set "
             f"lora.expert_rank to {width} or less (r/top_k is {max(1, lora.r // experts_per_token(model.config))} here)"
         )
 
@@ -151,8 +151,8 @@ def check_experts_per_token(base_model: str, model: Any) -> None:
     experts = min((expert_shape(module, expert_names(module)[0])[0] for module in modules), default=0)
     if experts and name and not 1 <= getattr(text, name) <= experts:
         raise UserError(
-            f"base_model={base_model}: config.json has {name}={getattr(text, name)}, but {experts} experts; "
-            "copy it again from the original model"
+            f"base_model={base_model}: config.json has {name}={getattr(text, name)}, but the model has {experts} "
+            "experts; copy it again from the original model"
         )
 
 
@@ -174,12 +174,12 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
     ):
         name = _last_component(routers[0]) if routers else "gate"
         raise UserError(
-            f"{setting}: has no effect, because the router is not trained; add {name} to lora.modules_to_save or "
-            "to the names in lora.target_modules, or set it to 0"
+            f"{setting}: has no effect, because the router is not trained; add {name} to lora.modules_to_save "
+            "or lora.target_modules, or set it to 0"
         )
 
 
-def expert_rank(model: Any, lora: LoraSection) -> int:
+def resolve_expert_rank(model: Any, lora: LoraSection) -> int:
     if lora.expert_rank == "r":
         return lora.r
     if lora.expert_rank == "r/top_k":

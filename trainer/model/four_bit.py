@@ -24,11 +24,11 @@ READ_DIRECTLY = ("dt_proj", "prediction_coefs", "correction_coefs")
 
 
 @replaces("`dequantize_4bit` on a CPU")
-def dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_weight(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> torch.Tensor:
     """Dequantize a packed 4-bit weight to [O,I] in `dtype`.
 
-    On a CPU bitsandbytes 0.50.2 uses the wrong scales if rows do not consist of whole blocks (10 to 16 % error for rows
-    of 64 with blocks of 128). Such weights are dequantized here instead.
+    On a CPU, bitsandbytes 0.50.2 uses the wrong scales if a row is not a whole number of blocks (10 to 16 % error for
+    rows of 64 with blocks of 128). Such weights are dequantized here instead.
     """
     has_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or has_whole_blocks:
@@ -45,7 +45,7 @@ class Params4bit(bnb.nn.Params4bit):
     """A packed bitsandbytes weight whose `to` returns `self` if the device does not change.
 
     PEFT's DoRA moves the weight back to the CPU after reading it, and DeepSpeed would not recognize a new Parameter.
-    PEFT checks the class name.
+    The class name must match, because PEFT checks it.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,12 +54,12 @@ class Params4bit(bnb.nn.Params4bit):
 
 
 class FrozenLinear4bit(bnb.nn.Linear4bit):
-    """The 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward pass of ops/scaled.py."""
+    """A 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward pass of ops/scaled.py."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y[T,O] = x[T,I] W^T + b in the dtype of x, computed in the layer's compute dtype."""
         check_input(x)
-        dense = partial(dequantized, quant_state=self.quant_state)
+        dense = partial(dequantize_weight, quant_state=self.quant_state)
         return frozen_linear(x.to(self.compute_dtype), dense, (self.weight,), self.bias).to(x.dtype)
 
 

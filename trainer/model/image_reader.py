@@ -32,7 +32,7 @@ FAMILIES = (
 )  # fmt: skip
 """Supported model types; tests compare their losses with transformers and PEFT."""
 TORCHVISION_ONLY = ("llama4", "lfm2_vl")
-"""Model types for which transformers reads images only with torchvision."""
+"""Model types for which transformers needs torchvision to read images."""
 
 
 def load_image_reader(
@@ -97,9 +97,9 @@ def _find_processor_class(base_model: str, revision: str, model_config: Any) -> 
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Return the images of `--image` for the model's `reader`; None if the model has no reader.
+    """Read the images of `--image` with the model's `reader`; return None if there is no reader.
 
-    Raises UserError if an image is missing, or if the model does not accept images.
+    Raises UserError if an image is missing, or if images are given without a reader.
     """
     if reader is None:
         if files:
@@ -141,7 +141,7 @@ def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> 
 def cache_features(
     inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
 ) -> ImageInputs:
-    """Cache the features of all images below `folder`, and return `inputs` that read them; a collective call.
+    """Cache the features of all images below `folder`; return `inputs` that read the cache. Every rank must call it.
 
     The ranks of a host divide its missing images. All ranks run the tower the same number of times, because it may be
     sharded. The folder's name contains a hash of the tower's output for a noise image, to identify the tower's weights.

@@ -3,7 +3,7 @@
 int8   one scale per row of a weight
 int4   one scale per group of 128, 64 or 32 weights of a row: the largest size that divides the width of every layer
 
-Rounding is symmetric, to values from -128 to 127 (-8 to 7), with the smallest scale that clips nothing: the larger of
+Rounding is symmetric, to values from -128 to 127 (-8 to 7), with the smallest scale that clips no value: the larger of
 max(w) / 127 and -min(w) / 128. torchao's fake quantizers divide the largest magnitude by 127.5, which puts it halfway
 between two integers in half of the groups; rounding then depends on the last bit of a sum. The scale is first rounded
 to the model's dtype, in which it is stored and in which servers multiply.
@@ -31,7 +31,7 @@ INSTALL = "pip install torchao compressed-tensors"
 
 @dataclass(frozen=True)
 class IntegerForm:
-    """Describes an integer format: the bits, weights per scale (`group`; None: a full row) and dtype of the scales."""
+    """Describes an integer format: its bits, the weights per scale (`group`; None: a row), and the scales' dtype."""
 
     kind: Integers
     group: int | None
@@ -45,7 +45,7 @@ class IntegerForm:
         return f"{self.kind}, a scale for each {f'{self.group} weights' if self.group else 'row'}"
 
     def quantize(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize float32 weights to int8 values [O,I] and float32 scales [O,G]; a NaN makes its scale NaN."""
+        """Quantize fp32 weights to int8 values [O,I] and fp32 scales [O,G]; a NaN weight makes its scale NaN."""
         from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
         block = (1, self.group or weight_OI.shape[1])

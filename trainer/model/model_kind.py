@@ -1,4 +1,4 @@
-"""Model properties from config.json: the transformers class, and whether it can be trained and supports sdpa."""
+"""Read model properties from config.json: its transformers class, and whether it can be trained and supports sdpa."""
 
 import inspect
 from typing import Any
@@ -32,6 +32,7 @@ def has_score(model_config: Any) -> bool:
 
 
 def set_score_head(base_model: str, model_config: Any) -> None:
+    """Configure a score head with one output. Raises UserError if the base model cannot have one."""
     from transformers import AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -50,7 +51,7 @@ def set_score_head(base_model: str, model_config: Any) -> None:
         )
     if model_config.get_text_config() is not model_config or find_quantization_method(model_config):
         problem = "is not text-only" if model_config.get_text_config() is not model_config else "is quantized"
-        raise UserError(f"{setting}: {problem}; train the reward model from a text model in 16 or 32 bits")
+        raise UserError(f"{setting}: {problem}; train the reward model from a 16-bit or fp32 text model")
     model_config.num_labels, model_config.architectures = 1, [model_class.__name__]
 
 
@@ -146,7 +147,7 @@ def has_soft_cap(model_config: Any) -> bool:
 
 
 def supports_sdpa(model: Any) -> bool:
-    """Return whether sdpa gives the same result as the model's own attention.
+    """Return whether sdpa computes the same result as the model's own attention.
 
     sdpa has no soft cap: transformers 5.17 accepts it for Gemma 2 and silently drops the cap.
     """

@@ -1,4 +1,4 @@
-"""Check the source of a model or tokenizer, and build one error message per cause if it cannot be read."""
+"""Check the source of a model or tokenizer, and explain why it cannot be read."""
 
 import os
 import re
@@ -71,7 +71,7 @@ NAME_FORMS = "use OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
 def check_source(setting: str, name: str) -> None:
-    """Raise UserError unless a model's or tokenizer's name is an existing folder or a valid hub name."""
+    """Raise UserError unless the name of a model or tokenizer is an existing folder or a valid Hub ID."""
     prefix = f"{setting}={name}"
     if "://" in name:
         parts = [part for part in urlparse(name).path.split("/") if part]
@@ -79,7 +79,7 @@ def check_source(setting: str, name: str) -> None:
         raise UserError(f"{prefix}: is a URL; {advice}")
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
     if longest > MAX_NAME_BYTES:
-        raise UserError(f"{setting}={name[:40]}...: has a component of {longest} bytes; use at most {MAX_NAME_BYTES}")
+        raise UserError(f"{setting}={name[:40]}...: contains a name of {longest} bytes; use at most {MAX_NAME_BYTES}")
     path = Path(name)
     try:
         if path.is_file():
@@ -109,13 +109,13 @@ def check_config_file(base_model: str) -> None:
         raise UserError(f"{prefix}: {_describe_missing_config(folder)}")
     if (folder / SETTINGS_FILE).exists():
         raise UserError(
-            f"{prefix}: also contains an adapter; transformers would load that adapter and its base instead of these "
-            f"weights; move {SETTINGS_FILE} to a separate folder"
+            f"{prefix}: also contains an adapter; transformers would load the adapter and its base model instead of "
+            f"these weights; move {SETTINGS_FILE} to a separate folder"
         )
     settings = read_settings(prefix, file, ConfigKeys)
-    for name, shape in (("generation_config.json", GenerationKeys), ("tokenizer_config.json", TokenizerKeys)):
+    for name, schema in (("generation_config.json", GenerationKeys), ("tokenizer_config.json", TokenizerKeys)):
         if (folder / name).exists():
-            read_settings(prefix, folder / name, shape)
+            read_settings(prefix, folder / name, schema)
     if settings.auto_map:
         return  # the model has its own code
     from transformers import CONFIG_MAPPING, __version__
@@ -140,10 +140,10 @@ def cached_file(name: str, file: str, revision: str | None) -> Path | None:
     return None
 
 
-def read_settings(prefix: str, file: Path, shape: Any) -> Any:
-    """Read a settings file of a model. Raises UserError, beginning with `prefix`, if it is invalid."""
+def read_settings(prefix: str, file: Path, schema: Any) -> Any:
+    """Read a settings file of a model. Raises UserError, prefixed with `prefix`, if it is invalid."""
     try:
-        return read_json(file, shape)
+        return read_json(file, schema)
     except UnreadableFile as fault:
         raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy it again from the original model") from None
 
@@ -164,7 +164,7 @@ def _describe_missing_config(folder: Path) -> str:
         base = None
         with suppress(UserError):
             base = read_adapter_settings(folder).get("base_model_name_or_path")
-        base = base or "the adapter's base"
+        base = base or "the adapter's base model"
         return f"contains only an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
     if (folder / "model_index.json").exists():
         return "contains an image model; set task: auto, or use the folder of a language model"
@@ -214,7 +214,7 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
 
 
 def _describe_hub_failure(name: str, error: Exception) -> str:
-    """Describe why a download failed, based on the hub's exceptions that transformers wraps in its own."""
+    """Describe why a download failed, from the huggingface_hub exceptions that transformers wraps."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

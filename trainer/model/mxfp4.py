@@ -26,16 +26,16 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values v 2^(e - 127) as [blocks, 32]; the low bits of each byte hold the first of its two codes.
+    """Return the values v 2^(e - 127) as [blocks, 32], given uint8 tensors with 16 bytes of codes per exponent.
 
-    `codes` and `exponents` are uint8, of any shape with 16 bytes of codes per exponent.
+    The low bits of each byte hold the first of its two codes.
     """
     values = reference.dequantize_mxfp4(codes.reshape(-1, BLOCK // 2), exponents.reshape(-1), dtype)
     return values.view(-1, BLOCK)
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; lossless for dequantized MXFP4.
+    """Quantize [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; dequantized MXFP4 is restored exactly.
 
     The scale's exponent is the exponent of the block's largest value minus 2, FP4's largest exponent (specification,
     section 6.3), plus one if that value would be clipped by more than half a step. Rounds to nearest, ties to even.
@@ -50,7 +50,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_to_codes(values: Tensor) -> Tensor:
-    """Return the code (uint8) of the nearest E2M1 number; ties go to the even code."""
+    """Return the code (uint8) of the nearest E2M1 number, with ties to the even code."""
     magnitude = values.abs()
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for index, (low, high) in enumerate(pairwise(FP4_VALUES)):
@@ -68,7 +68,7 @@ def strip_quantization(model_config: Any) -> Any:
 
 
 def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
-    """Return full-precision shapes by name; `declared` states whether config.json declares MXFP4 experts.
+    """Return the full-precision shapes by name; `declared` is whether config.json declares MXFP4 experts.
 
     Raises UserError if only some experts are in MXFP4, or if blocks or scales are missing.
     """
@@ -81,8 +81,8 @@ def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shape
         )
     if packed and not declared:
         raise UserError(
-            f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not say so; take config.json from the "
-            "same model"
+            f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not declare it; take config.json from "
+            "the same model"
         )
     shapes = {name: shape for name, shape in stored.items() if not name.endswith((BLOCKS, SCALES))}
     kinds = {_mask_layer_index(name) for name in packed}

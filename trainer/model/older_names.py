@@ -1,4 +1,4 @@
-"""Work around PEFT's translation of the layer names that MoE models had in transformers 4 (peft#3711).
+"""Work around PEFT's translation of layer names of MoE models in transformers 4 (peft#3711).
 
 In transformers 5 experts are parameters instead of modules. PEFT translates the targets gate_proj, up_proj and
 down_proj (w1, w2, w3) to `target_parameters`, and drops dense layers and shared experts with these names. It also
@@ -35,36 +35,36 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
     from peft import LoraConfig
 
     translate = require(conversion, "convert_peft_config_for_transformers", "peft")
-    refused = set()
+    rejected = set()
     for name in names:
         config = LoraConfig(target_modules=[name])
         try:
             translate(config, model, None)
         except ValueError:  # PEFT fuses two targets into one, but the other one is missing
-            refused.add(name)
+            rejected.add(name)
             continue
         if name not in set(config.target_modules or ()):
-            refused.add(name)
-    return refused
+            rejected.add(name)
+    return rejected
 
 
-def find_refused_names(model: Any, names: set[str]) -> dict[str, str]:
-    """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason for each."""
+def find_rejected_names(model: Any, names: set[str]) -> dict[str, str]:
+    """Return the layer names that PEFT does not adapt, as in some Mamba models, with the reason for each."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
 
-    check, config, refused = require(tuners, "_check_lora_target_modules_mamba", "peft"), LoraConfig(), {}
+    check, config, rejected = require(tuners, "_check_lora_target_modules_mamba", "peft"), LoraConfig(), {}
     for name in names:
         try:
             check(config, model, name)
         except ValueError:
             kind = model.config.model_type
-            refused[name] = f"PEFT refuses them in {kind} models, where kernels read the weight directly"
-    return refused
+            rejected[name] = f"PEFT refuses them in {kind} models, where kernels read the weight directly"
+    return rejected
 
 
 def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map tensor names in an adapter's file to the names that PEFT looks up in the model.
+    """Map tensor names in an adapter's file to the names under which PEFT looks for them in the model.
 
     Omits tensors that PEFT would combine. The model may be empty and need not have an adapter.
     """
@@ -81,8 +81,8 @@ def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 def map_saved_names(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     """Map an adapter's tensor names in the model to names that plain PEFT can load.
 
-    Most names are unchanged. If a renaming matches its own result, as for `shared_expert.` in Laguna, only the
-    checkpoint's name works. Raises UserError if no name works.
+    Most names stay the same. A tensor gets its checkpoint name if PEFT would rename the model's name again, as for
+    `shared_expert.` in Laguna. Raises UserError if PEFT could load neither name.
     """
     from transformers import core_model_loading
 

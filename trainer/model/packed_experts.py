@@ -1,4 +1,4 @@
-"""Expert tensors in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
+"""Pack expert tensors in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
 
 Experts and linear layers that are stored in 4-bit groups (GPTQ, AWQ, W4A16, NVFP4) have the layout of ops/grouped.py.
 
@@ -6,11 +6,11 @@ Codes and scales of all experts are in one Parameter of bytes, so that ZeRO, off
 them together. Its sections, each in the order of the experts:
 
     codes     half a byte or one byte per value; each expert's matrix is quantized separately
-    scales    NF4: 32 bits per block, or 8 bits with double quantization; MXFP4: an exponent per 32 values;
-              8 bits: 32 bits per row, or per block of rows and columns
-    nested    double quantization: one 32-bit scale per 256 scales
-    offsets   double quantization: the mean subtracted from the scales, in 32 bits
-    book      the codebook: the 16 values of the codes; `nested_book`: the 256 values of 8-bit scales; both in 32 bits
+    scales    NF4: fp32 per block, or 8 bits with double quantization; MXFP4: an exponent per 32 values;
+              8 bits: fp32 per row, or per block of rows and columns
+    nested    double quantization: one fp32 scale per 256 scales
+    offsets   double quantization: the mean subtracted from the scales, in fp32
+    book      the codebook: the 16 values of the codes; `nested_book`: the 256 values of 8-bit scales; both in fp32
 
 Experts without an adapter run the model's own code on dequantized weights. The backward pass dequantizes them again
 and recomputes the experts, so that only the current layer has 16-bit weights.
@@ -54,7 +54,7 @@ class ExpertsLayout:
     block: int = mxfp4.BLOCK
     double_quant: bool = False
     cell: tuple[int, int] = (0, 0)
-    """Rows and columns that share a scale, for 8-bit values."""
+    """Rows and columns that share a scale (8-bit values only)."""
     groups: Any = None
     """A `GroupedLayout`, if `kind` is `grouped`."""
 
@@ -64,7 +64,7 @@ class ExpertsLayout:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Shape of one expert's scales, for 8-bit values."""
+        """Shape of one expert's scales (8-bit values only)."""
         return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
 
     @property
@@ -106,7 +106,6 @@ class PackedExperts(nn.Parameter):
     packing: ExpertsLayout
 
     def __new__(cls, data: Tensor, layout: ExpertsLayout) -> "PackedExperts":
-        """Wrap `data`, which holds all sections."""
         packed = torch.Tensor._make_subclass(cls, data, False)
         packed.packing = layout
         return packed
@@ -125,7 +124,7 @@ class PackedExperts(nn.Parameter):
         return view_sections(self.data, self.packing.sections())
 
     def quantize(self, index: int, matrix: Tensor) -> None:
-        """Quantize and pack one expert's matrix, oriented as in the model; 8 bits get a scale per row."""
+        """Quantize and pack one expert's matrix, given in the model's layout; 8-bit formats use one scale per row."""
         layout, sections = self.packing, self.sections()
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
         if layout.eight_bit:
@@ -170,11 +169,11 @@ class PackedExperts(nn.Parameter):
             scales = _dequantize_scales(sections, layout).view(-1)
             return _read_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(layout.shape)
         for index in range(layout.experts):
-            matrix = self.expert(index)
+            matrix = self.dequantize_expert(index)
             out[index] = matrix.t() if layout.transposed else matrix
         return out
 
-    def expert(self, index: int) -> Tensor:
+    def dequantize_expert(self, index: int) -> Tensor:
         """Return one expert's dequantized matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
         if layout.groups is not None:
@@ -212,7 +211,7 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantize as one row, because bitsandbytes 0.50.2 uses wrong scales on a CPU for rows with partial blocks."""
+    """Dequantize codes as one row; on a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
@@ -238,7 +237,7 @@ def build_experts_layout(
 
 
 class FrozenLinearGrouped(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) with its weight in 4-bit groups, dequantized for each matmul."""
+    """A frozen linear layer (an nn.Linear to PEFT) whose weight, in 4-bit groups, is dequantized for each matmul."""
 
     def __init__(self, linear: nn.Module, weight: PackedExperts) -> None:
         """Take over the bias of `linear`; the layout of `weight` sets the compute dtype."""
@@ -258,11 +257,11 @@ class FrozenLinearGrouped(nn.Linear):
 
 
 @replaces("the forward of quantized experts")
-def compute_dequantized(module: nn.Module) -> None:
+def install_dequantized_forward(module: nn.Module) -> None:
     module.forward = partial(forward_frozen, module, module.forward)
 
 
-def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
+def list_packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
     return {name: value for name, value in module._parameters.items() if isinstance(value, PackedExperts)}
 
 
@@ -274,7 +273,7 @@ def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -
 
 
 def _forward_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    attributes, packed = vars(module), packed_tensors(module)
+    attributes, packed = vars(module), list_packed_tensors(module)
     # Instance attributes take precedence over parameters.
     attributes.update({name: parameter.dequantized() for name, parameter in packed.items()})
     try:

@@ -1,4 +1,4 @@
-"""Parse `base_model: random:SHAPE`: a published architecture with random weights.
+"""Parse `base_model: random:SHAPE`, which stands for a published architecture with random weights.
 
 published_shapes.yaml lists the shapes. `random:SHAPE,key=value,...` overrides settings of the configuration, as in
 `random:llama3.1-8b,num_hidden_layers=4`.
@@ -21,7 +21,7 @@ def load_shapes() -> dict[str, dict[str, Any]]:
 
 
 def is_random(base_model: str) -> bool:
-    """Return whether `base_model` has the form `random:SHAPE`."""
+    """Return whether `base_model` starts with `random:`."""
     return base_model.startswith(PREFIX)
 
 
@@ -34,7 +34,7 @@ def parse_shape_settings(base_model: str) -> dict[str, Any]:
 
 
 def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
-    """Split `random:SHAPE[,key=value...]` into SHAPE and the changed settings. Raises UserError for any other form."""
+    """Split `random:SHAPE[,key=value...]` into SHAPE and the changed settings. Raises UserError for other formats."""
     name, *changes = base_model.removeprefix(PREFIX).split(",")
     settings: dict[str, Any] = {}
     for change in changes:
@@ -46,7 +46,7 @@ def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
 
 
 def find_shape(base_model: str) -> str | None:
-    """Return the shape name that a model's name begins with, ignoring case and punctuation; None if none matches."""
+    """Return the shape whose name a model's name starts with, ignoring case and punctuation; None if none matches."""
     if is_random(base_model):
         return base_model.removeprefix(PREFIX)
     name = _normalize(base_model.rstrip("/").rpartition("/")[2])

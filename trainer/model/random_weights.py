@@ -70,7 +70,7 @@ def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> 
 
 
 def _check_value(base_model: str, key: str, value: Any, default_config: Any) -> Any:
-    """Return a setting's value, with integral floats converted to int. Raises UserError for a wrong type or range."""
+    """Return a setting's value, with whole floats converted to int. Raises UserError for a wrong type or range."""
     default = getattr(default_config, key, 1e4)  # the undeclared settings are numbers
     if isinstance(default, bool) or not isinstance(default, (int, float)) or key == "rope_scaling":
         return value
@@ -105,13 +105,13 @@ class RandomTensors:
     """Stands in for the tensors of a checkpoint: draws each parameter of `model` when it is read.
 
     Matrices are drawn from N(0, 0.02^2), the usual initialization; norm weights are one, biases zero. The name of each
-    tensor (and expert) seeds its values, so the order of reading does not matter.
+    tensor (and the expert's index) seeds its values, so the order of reading does not matter.
     """
 
     def __init__(
         self, base_model: str, model: torch.nn.Module, device: torch.device, *, in_mxfp4: bool = False
     ) -> None:
-        """Prepare the tensors of `model`; with `in_mxfp4` experts are drawn as blocks and scales, as in gpt-oss."""
+        """Prepare the tensors of `model`; with `in_mxfp4`, experts are blocks and scales, as in gpt-oss."""
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))
@@ -142,7 +142,7 @@ class RandomTensors:
         return tensor if index is None else tensor[index : index + 1]
 
     def _draw_packed(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
-        """Draw random codes; the fixed exponent gives them about the standard deviation of the other weights."""
+        """Draw codes, or scales that give the weights about the same standard deviation as the others."""
         if name.endswith(SCALES):
             return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
         generator = self._build_generator(f"{name} {expert}")
@@ -157,14 +157,14 @@ class RandomTensors:
         return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._build_generator(name))
 
 
-def draw_score(model_config: Any) -> torch.Tensor:
-    """Draw a new score head [1, H] in fp32, the same for every run and rank."""
+def init_score_head(model_config: Any) -> torch.Tensor:
+    """Initialize a score head [1, H] in fp32 with random values, the same for every run and rank."""
     drawn = torch.empty(1, model_config.hidden_size)
     return drawn.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0))
 
 
 class TensorsWithScore:
-    """Adds a new score head to the tensors of a checkpoint, unless it already has one."""
+    """Adds a new score head to the tensors of a checkpoint that has none."""
 
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:
         self.stored, self._config = stored, model_config
@@ -174,7 +174,7 @@ class TensorsWithScore:
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         is_new = name == SCORE and name not in self.stored.shapes()
-        return draw_score(self._config) if is_new else self.stored.read(name, index)
+        return init_score_head(self._config) if is_new else self.stored.read(name, index)
 
 
 def _select_experts(count: int, index: int | None) -> Sequence[int]:

@@ -3,7 +3,7 @@
 Attention indexers select tokens without a gradient, some models read a layer's weight directly, a decoder without an
 encoder never calls its cross-attention, and text never reaches the experts for images. Such layers are detected rather
 than listed: the model's own code runs once on the CPU, on a copy without weights in which linear layers and experts
-only pass on their input. Of layers that differ only in their index, only one runs.
+only pass on their input. Layers that differ only in their index run only once.
 """
 
 import copy
@@ -28,11 +28,11 @@ FEW_TOKENS, MANY_TOKENS = 16, 256
 MAX_COPIED = 1_000_000
 """Number of elements above which a parameter is expanded from a single element; nothing writes to parameters."""
 EXPERT_NAME = re.compile(r"(.*experts\.)\d+(\..*)")
-_CACHE: dict[tuple[type, str], "Reached"] = {}
+_CACHE: dict[tuple[type, str], "GradientCoverage"] = {}
 
 
 @dataclass(frozen=True)
-class Reached:
+class GradientCoverage:
     """Lists the linear layers and experts that get no gradient, or get one only from long sequences."""
 
     unreached: dict[str, str]
@@ -42,8 +42,8 @@ class Reached:
 
 
 @replaces("linear layers and experts of an empty copy of the model")
-def find_reached(model: Any) -> Reached:
-    """Find the layers without a gradient by running a copy of the model; return an empty result if that fails."""
+def probe_gradient_coverage(model: Any) -> GradientCoverage:
+    """Run a copy of the model to find the layers without a gradient; return an empty result if that fails."""
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
         for name in vars(part):
@@ -55,13 +55,13 @@ def find_reached(model: Any) -> Reached:
     vars(config).pop("quantization_config", None)
     key = type(model), config.to_json_string(use_diff=False)
     if key not in _CACHE:
-        _CACHE[key] = Reached({})
+        _CACHE[key] = GradientCoverage({})
         with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             _CACHE[key] = _observe(type(model), config)
     return _CACHE[key]
 
 
-def _observe(model_class: Any, config: Any) -> Reached:
+def _observe(model_class: Any, config: Any) -> GradientCoverage:
     try:
         few, once = _Pass(model_class, config, FEW_TOKENS), True
     except Exception:  # models that need all of their layers raise errors of any type
@@ -71,14 +71,14 @@ def _observe(model_class: Any, config: Any) -> Reached:
         with suppress(Exception):
             late = _Pass(model_class, config, MANY_TOKENS, once=once).reached - few.reached
     reasons = {path: NO_GRADIENT if path in few.called else NOT_CALLED for path in few.linear - few.reached - late}
-    return Reached(reasons, frozenset(late))
+    return GradientCoverage(reasons, frozenset(late))
 
 
 class _Pass:
-    """Runs a pass that records which linear layers (not the head) and experts are called, and which get a gradient."""
+    """Records which linear layers (except the head) and experts a pass calls, and which get a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
-        """Run the pass; with `once`, layers that differ only in their index run once."""
+        """Run the pass; with `once`, only the first of the layers that differ only in their index runs."""
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -130,7 +130,7 @@ def _fill_parameters(module: nn.Module) -> None:
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind; return a function that adds the dropped layers' paths to given paths."""
+    """Keep one decoder layer of each kind; return a function that adds the paths of dropped layers to others."""
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -158,7 +158,7 @@ def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def describe_layer(layer: nn.Module) -> Any:
-    """Return a key built from modules, settings and weight shapes, equal for layers that differ only in their index."""
+    """Return a key of modules, settings and weight shapes; layers that differ only in their index have equal keys."""
     numbers = [
         (name, value)
         for module in layer.modules()

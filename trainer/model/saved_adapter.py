@@ -1,4 +1,4 @@
-"""Save adapter settings from which plain PEFT finds the same layers, and load any PEFT adapter."""
+"""Make plain PEFT find the same layers from the saved adapter settings, and load any PEFT adapter."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ from trainer.model.targets import Targets
 
 
 def check_separate_weights(adapted: Any, prefix: str) -> None:
-    """Raise UserError if two adapted layers share a weight, as in Zamba; one weight cannot hold both updates."""
+    """Raise UserError if two adapted layers share a weight, as in Zamba, since it cannot hold both updates."""
     from peft.tuners.lora import LoraLayer
 
     base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
@@ -46,11 +46,11 @@ def load_adapter(
 ) -> Any:
     """Load an adapter from a folder or the hub into the model, with our forward pass for adapted experts.
 
-    `dropout` is the dropout for training, which PEFT's settings cannot contain if experts are adapted. `in_32_bits`
-    converts a 16-bit adapter.
+    `dropout` is the dropout in training, which PEFT's settings cannot contain if experts are adapted. `in_32_bits`
+    converts a 16-bit adapter to fp32.
 
     Raises:
-        UserError: beginning with `error_prefix`, unless every tensor of the file and of the adapted model is loaded.
+        UserError: prefixed with `error_prefix`, if the file's tensors are not exactly those of the adapted model.
     """
     from peft import LoraConfig, PeftConfig, get_peft_model
 
@@ -91,7 +91,7 @@ def load_adapter(
 
 
 def _load_tensors(adapted: Any, folder: str) -> None:
-    """Load the adapter's file. Raises ValueError unless its tensors match the adapted model's exactly."""
+    """Load the adapter's file. Raises ValueError if its tensors are not exactly those of the adapted model."""
     from peft.utils.save_and_load import load_peft_weights
 
     weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
@@ -111,14 +111,14 @@ def _describe_misfit(error: Exception) -> str:
 def build_empty_base(base: Any) -> Any:
     """Build the unchanged base model on the meta device; `base` may be patched, partitioned or quantized.
 
-    Must run in the main thread, because libraries replace torch's functions for all threads meanwhile.
+    Call it in the main thread, because libraries replace torch's functions for all threads while it runs.
     """
     from transformers.initialization import no_init_weights
 
     if hasattr(base, "build_empty"):
         return base.build_empty()
     config = copy.deepcopy(base.config)
-    config._attn_implementation = "eager"  # ours are known to the patched model only
+    config._attn_implementation = "eager"  # only the patched model supports our attention
     with no_init_weights(), torch.device("meta"):
         empty = type(base)(config)
         empty.tie_weights()
@@ -126,9 +126,9 @@ def build_empty_base(base: Any) -> Any:
 
 
 def load_on_empty_base(empty: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Load an adapter with plain PEFT on a copy of the empty base model. Raises ValueError if a tensor is lost.
+    """Load an adapter with plain PEFT on a copy of the empty base model. Raises ValueError if PEFT loses a tensor.
 
-    PEFT reads only the settings, and the names and shapes of the tensors.
+    The values of the tensors are not needed, only the settings, and the names and shapes of the tensors.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -171,8 +171,8 @@ def _is_linear(model: nn.Module, parameter: str) -> bool:
 def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adapter: str = "default") -> None:
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
-    Layers that PEFT mistakes for experts by their names (peft#3711) are listed by weight in `target_parameters`, which
-    is equivalent.
+    Layers whose names PEFT mistakes for experts (peft#3711) are listed by weight in `target_parameters`, which is
+    equivalent.
     """
     config, base = adapted.peft_config[adapter], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
@@ -188,10 +188,10 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
 
 
 def check_reloadable(adapted: Any, adapter: str = "default") -> None:
-    """Raise UserError unless plain PEFT could load every tensor of this adapter from its saved files.
+    """Raise UserError if plain PEFT could not load every tensor of this adapter from its saved files.
 
-    Applies PEFT's own matching, without a second model: the saved settings must match the adapted layers exactly, and
-    PEFT must find each tensor by its saved name.
+    The saved settings must match the adapted layers exactly, and PEFT must find each tensor by its saved name. This is
+    checked with PEFT's own matching, without a second model.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import get_peft_model_state_dict
@@ -221,17 +221,17 @@ def check_reloadable(adapted: Any, adapter: str = "default") -> None:
 
 
 def _shorten_paths(paths: list[str], candidates: list[str], *, parts: int) -> list[str]:
-    """Shorten each path to its last `parts` components unless these also match a path that is not listed."""
+    """Shorten paths to their last `parts` components, except where these also match a candidate outside `paths`."""
     listed = set(paths)
-    others = {last_components(path, parts) for path in candidates if path not in listed}
+    others = {get_last_components(path, parts) for path in candidates if path not in listed}
     return list(
         dict.fromkeys(
-            path if last_components(path, parts) in others else last_components(path, parts) for path in paths
+            path if get_last_components(path, parts) in others else get_last_components(path, parts) for path in paths
         )
     )
 
 
-def last_components(path: str, parts: int = 2) -> str:
+def get_last_components(path: str, parts: int = 2) -> str:
     return ".".join(path.split(".")[-parts:])
 
 
@@ -264,5 +264,5 @@ def parse_scale(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.0 < value <= 10.0:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0 and up to 10, such as 0.5")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0 and at most 10, such as 0.5")
     return value

@@ -39,9 +39,9 @@ PARTS = {"codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_ze
 PARTS |= {"divisors": "weight_global_scale", "shape": "weight_shape"}
 """Names of a layer's stored tensors by section of the packed layout; COLUMN_PARTS for GPTQ and AWQ."""
 TYPES = ("F32", "F16", "BF16", "F8_E4M3")
-"""The types in ops.grouped.SCALES, as safetensors names them."""
+"""Safetensors names of the types in ops.grouped.SCALES."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of 8 adjacent columns in an int32 of AWQ."""
+"""Positions of 8 adjacent columns in an int32 (AWQ)."""
 Shape = tuple[int, ...]
 
 
@@ -55,7 +55,7 @@ class FourBitForm:
     ordered: bool = False
     """Whether the columns of a group are not adjacent (`desc_act`)."""
     offset: int = 0
-    """Added to stored zero points, modulo 16."""
+    """Value added to stored zero points, modulo 16."""
     scaled: Literal["groups"] = "groups"
 
     def holds(self, path: str) -> bool:
@@ -78,7 +78,7 @@ class FourBitForm:
 
 
 def parse_four_bit_form(model_config: Any) -> FourBitForm | str | None:
-    """Return the 4-bit format of a checkpoint, or the reason why it is not supported; None for other methods."""
+    """Return the 4-bit format of a checkpoint, or why it is not supported; None for other quantization methods."""
     settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "compressed-tensors":
@@ -120,7 +120,7 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
     group = group if isinstance(group, int) and group > 0 else 0
     is_supported = strategy == "tensor_group" and group == 16 if kind == "float" else strategy in ("group", "channel")
     faults = {
-        "with layers of several number types": len({str((part.get("num_bits"), part.get("type"))) for part in weights})
+        "with layers of several data types": len({str((part.get("num_bits"), part.get("type"))) for part in weights})
         > 1,
         "with quantized inputs, as in W4A4": any(group.get("input_activations") for group in groups),
         "with sparse weights": (settings.get("sparsity_config") or {}).get("format", "dense") != "dense",
@@ -139,7 +139,7 @@ class FourBitFiles:
     """Reads the tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies their codes and scales."""
 
     def __init__(self, files: SafetensorsFiles, form: FourBitForm, setting: str) -> None:
-        """Find the packed weights. Raises UserError, beginning with `setting`, if there are none or one is invalid."""
+        """Find the packed weights. Raises UserError, prefixed with `setting`, if none exists or one is invalid."""
         self._files, self._form, self._setting = files, form, setting
         self._shapes, self._types = files.shapes(), files.types()
         self._by_column = form.name in ("GPTQ", "AWQ")
@@ -167,7 +167,7 @@ class FourBitFiles:
         return self._plain | {name: (layout.rows, layout.cols) for name, layout in self.layouts.items()}
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, packed weights as float32; with `index`, only that row, as a matrix of one row."""
+        """Return a tensor, with packed weights dequantized to fp32; with `index`, only that row, as a matrix."""
         if name not in self.layouts:
             return self._files.read(name, index)
         weight = self._dequantize(self.layouts[name], self._read_parts(name))
@@ -194,7 +194,7 @@ class FourBitFiles:
         return layouts.pop()._replace(experts=next(iter(experts), 0))
 
     def fill(self, stored: Stored, sections: dict[str, Tensor], experts: int, *, transposed: bool) -> None:
-        """Copy the stored parts of a parameter to its sections, one expert at a time if possible."""
+        """Copy the stored parts of a parameter into `sections`, one expert at a time if possible."""
         for part, section in sections.items():
             section = section.view(torch.uint8) if section.dtype == torch.float8_e4m3fn else section
             view = TensorView(self.shapes, partial(self._read_part, part))
@@ -213,7 +213,7 @@ class FourBitFiles:
                 section[slice(None) if index is None else slice(index, index + 1)] = value
 
     def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Quantize `target` [O, I] with the stored scales of `name`; return the tensors to store and the result."""
+        """Quantize `target` [O, I] with the stored scales of `name`; return the tensors to store and their values."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.ordered else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()
@@ -236,7 +236,7 @@ class FourBitFiles:
         return words.mT.contiguous() if self._by_column else words
 
     def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
-        """Read one part of a packed weight as [O, ...] (column order: [1, I]); e4m3 is returned as bytes."""
+        """Read one part of a packed weight as [O, ...], or [1, I] for the column order; return e4m3 as bytes."""
         layout, path, form = self.layouts[name], name.removesuffix(".weight"), self._form
         shape, dtype = layout.sections()[part]
         if 0 in shape:
@@ -294,7 +294,7 @@ def _bit_shifts(order: Sequence[int]) -> Tensor:
 
 
 def unpack_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Unpack int32 [N, K] to 4-bit codes [N, 8 K] in uint8; `order` lists the positions of 8 adjacent columns."""
+    """Unpack int32 [N, K] to 4-bit codes [N, 8 K] (uint8); `order` lists the positions of 8 adjacent columns."""
     return (words[..., None] >> _bit_shifts(order) & 15).to(torch.uint8).flatten(-2)
 
 

@@ -1,8 +1,8 @@
 """Read checkpoints with weights in FP8 (e4m3).
 
-In all formats W = scale q. They differ in the block of weights per scale, and in the name of the scales of a weight X:
+In all formats W = scale q. They differ in the block of weights per scale, and in the name of the scales of weight X:
 
-    fp8                 X_scale_inv: per block of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or one number (Ministral 3)
+    fp8                 X_scale_inv: per block of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or per tensor (Ministral 3)
     compressed-tensors  X_scale: per row, [O, 1], per tensor, or per block
 
 Static input scales (`activation_scale`, `input_scale`) are for serving and are ignored: inputs stay in 16 bits or get
@@ -38,7 +38,7 @@ SERVING_SUFFIXES = (
 """Suffixes of tensors used only for serving: scales of inputs, outputs and the KV cache."""
 DEFAULT_BLOCK = (128, 128)
 CONVERSIONS = ("MergeModulelist", "Concatenate", "Transpose")
-"""transformers conversions that can be applied to a grid of scales in the same way as to the values."""
+"""Conversions of transformers that apply to a grid of scales in the same way as to the values."""
 SAME_MODEL_FIX = "take config.json and weights from the same model"
 Block = tuple[int, int]
 
@@ -76,8 +76,8 @@ def matches_module(pattern: str, path: str) -> bool:
         return False
 
 
-def parse_fp8_form(model_config: Any) -> Fp8Form | None:
-    """Return the FP8 format of a checkpoint; None if the checkpoint is not in FP8, or in an unsupported format."""
+def parse_fp8_format(model_config: Any) -> Fp8Form | None:
+    """Return the FP8 format of a checkpoint; None if it is not in FP8 or its format is not supported."""
     settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "fp8" and settings.get("expert_dtype", "fp8") == "fp8":
@@ -114,7 +114,7 @@ def _parse_block(block: Any) -> Block | None:
 
 
 class Fp8Files:
-    """Reads the tensors of an FP8 checkpoint: `read` dequantizes them, `codes` and `scales` return the stored parts."""
+    """Reads the tensors of an FP8 checkpoint, dequantized (`read`) or as stored (`read_codes`, `read_scales`)."""
 
     def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
         """Wrap `files`, which must have passed `check_fp8_shapes`."""
@@ -130,22 +130,22 @@ class Fp8Files:
         }
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, FP8 as float32; with `index`, only that entry of the first dimension, which is kept."""
+        """Return a tensor, with FP8 dequantized to fp32; with `index`, only that entry of the first dimension."""
         if name not in self._scale_names:
             return self._files.read(name, index)
-        block = self._stored_block(name)
-        codes, scales = self._codes(name, index), self._scales(block, name, index)
+        block = self._get_stored_block(name)
+        codes, scales = self._read_codes(name, index), self._read_scales(block, name, index)
         return dequantize_blocks(codes, scales, block, torch.float32)
 
-    def block(self, stored: Stored, dimensions: int) -> Block | None:
-        """Return the rows and columns per scale of the parameter built from `stored`; None to dequantize it.
+    def find_block(self, stored: Stored, dimensions: int) -> Block | None:
+        """Return the rows and columns per scale of the parameter built from `stored`; None if it must be dequantized.
 
         Blocks shrink if concatenated parts do not consist of whole blocks of rows.
         """
         names = [name for group in stored.names.values() for name in group]
         if not all(name in self._scale_names for name in names):
             return None
-        blocks = {self._stored_block(name) for name in names}
+        blocks = {self._get_stored_block(name) for name in names}
         if len(blocks) != 1:
             return None
         [(rows, cols)] = blocks
@@ -161,24 +161,24 @@ class Fp8Files:
                 rows = gcd(self._shapes[name][-2], rows)
         return (rows, cols) if "Transpose" not in kinds or rows == cols else None
 
-    def codes(self, stored: Stored, index: int | None = None) -> Tensor:
-        """Return the stored values (uint8) in the layout of the parameter."""
-        return stored.read(TensorView(self.shapes, self._codes), index)
+    def read_codes(self, stored: Stored, index: int | None = None) -> Tensor:
+        """Read the stored values (uint8) in the layout of the parameter."""
+        return stored.read(TensorView(self.shapes, self._read_codes), index)
 
-    def scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
-        """Return one float32 scale per `block` in the layout of the parameter."""
-        return stored.read(TensorView(self.shapes, partial(self._scales, block)), index)
+    def read_scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
+        """Read one fp32 scale per `block` in the layout of the parameter."""
+        return stored.read(TensorView(self.shapes, partial(self._read_scales, block)), index)
 
-    def _codes(self, name: str, index: int | None = None) -> Tensor:
+    def _read_codes(self, name: str, index: int | None = None) -> Tensor:
         return self._files.read(name, index).view(torch.uint8)
 
-    def _stored_block(self, name: str) -> Block:
-        """Return the rows and columns per stored scale; a per-tensor scale counts as one per row."""
+    def _get_stored_block(self, name: str) -> Block:
+        """Return the rows and columns per stored scale, treating a per-tensor scale as one per row."""
         shape = self._shapes[name]
         compute_by_row = _has_row_scales(shape, self._shapes[self._scale_names[name]])
         return (1, shape[-1]) if compute_by_row else self._block
 
-    def _scales(self, block: Block, name: str, index: int | None = None) -> Tensor:
+    def _read_scales(self, block: Block, name: str, index: int | None = None) -> Tensor:
         shape, scale = self._shapes[name], self._scale_names[name]
         matrices = shape[:-2] if index is None else (1,)
         raw = self._files.read(scale, index if len(shape) > 2 and self._shapes[scale] else None).float()
@@ -193,14 +193,14 @@ class Fp8Files:
 
 @dataclass(frozen=True)
 class TensorView:
-    """Implements `StoredTensors` with two functions."""
+    """Implements `StoredTensors` with two given functions."""
 
     shapes: Callable[[], dict[str, tuple[int, ...]]]
     read: Callable[..., Tensor]
 
 
 def find_scales(files: SafetensorsFiles) -> dict[str, str]:
-    """Map the name of each FP8 tensor with scales to the name of its scales."""
+    """Map the names of FP8 tensors to the names of their scales."""
     types = files.types()
     names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
     return {name: candidates[0] for name, candidates in names.items() if candidates}

@@ -19,7 +19,7 @@ BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of an MXFP4 t
 
 
 class StoredTensors(Protocol):
-    """Provides tensors by name, and reads each on demand."""
+    """Reads tensors by name, on demand."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
@@ -30,7 +30,7 @@ class StoredTensors(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """Holds the names of one parameter's stored tensors, and their conversion."""
+    """Maps a parameter to the names of its stored tensors, and to their conversion."""
 
     target: str
     names: dict[str, tuple[str, ...]]
@@ -40,7 +40,7 @@ class Stored:
     key: str = ""
     """Name of the converted parameter in transformers: the converter's first target."""
     shape_model: Any = None
-    """Stands in for the model when conversions read parameter shapes."""
+    """Provides the parameter shapes that conversions read."""
     config: Any = None
 
     @property
@@ -59,7 +59,7 @@ class Stored:
         return counts == {1} and all(map(_keeps_first_dimension, operations))
 
     def read(self, files: StoredTensors, expert: int | None = None) -> Tensor:
-        """Return the parameter's values, or only one expert's, with a first dimension of length one."""
+        """Return the parameter's values, or only those of one expert, with a first dimension of length one."""
         assert not self.is_mxfp4, self.target
         if self.converter is None:
             return files.read(self.names[self.target][0], expert)
@@ -73,7 +73,7 @@ class Stored:
         return self._convert(parts)[self.target]
 
     def targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-        """Return the names of the parameters that the conversion builds: several if one tensor is split."""
+        """Return the names of the parameters that the conversion builds, which are several if it splits a tensor."""
         empty = {
             pattern: [torch.empty(shapes[name], device="meta") for name in names]
             for pattern, names in self.names.items()

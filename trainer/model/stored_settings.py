@@ -1,19 +1,19 @@
-"""Check settings against a base that is stored in FP8 or 4 bits."""
+"""Check settings against a base model that is stored in FP8 or 4 bits."""
 
 from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.zero import gathers_by_layer
 from trainer.model.stored_four_bit import FourBitForm, parse_four_bit_form
-from trainer.model.stored_fp8 import Fp8Form, parse_fp8_form
+from trainer.model.stored_fp8 import Fp8Form, parse_fp8_format
 from trainer.parallel.engine.linear_layers import is_linear
 
-StoredForm = Fp8Form | FourBitForm
+StoredFormat = Fp8Form | FourBitForm
 
 
-def find_stored_form(model_config: Any) -> StoredForm | None:
-    """Return the packed format in which linear layers are stored and loaded; None if they are in 16 or 32 bits."""
-    form = parse_fp8_form(model_config) or parse_four_bit_form(model_config)
+def find_stored_form(model_config: Any) -> StoredFormat | None:
+    """Return the packed format in which linear layers are stored and loaded; None for 16-bit and fp32 weights."""
+    form = parse_fp8_format(model_config) or parse_four_bit_form(model_config)
     return None if isinstance(form, str) else form
 
 

@@ -31,7 +31,7 @@ from trainer.model.packed_experts import (
     FrozenLinearGrouped,
     PackedExperts,
     build_experts_layout,
-    compute_dequantized,
+    install_dequantized_forward,
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, TensorsWithScore
@@ -95,7 +95,7 @@ def load_streamed(
 
 
 def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attention: str | None) -> Any:
-    """Build the model with weights on the meta device, and with the same dtypes and buffers as `from_pretrained`."""
+    """Build the model with weights on the meta device; dtypes and buffers are the same as with `from_pretrained`."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -143,7 +143,7 @@ class Filler:
         self._quantized: dict[int, nn.Module] = {}
 
     def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
-        """Fill every module, and let DeepSpeed or `shards` partition it."""
+        """Fill every module; partition it with DeepSpeed or `shards` if they are given."""
         if shards is not None:
             shards.plan(self.model)
         for path, module in list(self.model.named_modules()):
@@ -165,7 +165,7 @@ class Filler:
         }  # fmt: skip
         is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
         is_layer = is_layer and (self._fp32_names is None or not self._fp32_names.search(_join(path, "weight")))
-        block = self._fp8.block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
+        block = self._fp8.find_block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._plan_packing(module, stored)
         if self._four_bit is not None and is_layer:
             to_pack = self._plan_group_packing({"weight": module.weight}, stored, transposed=False)
@@ -177,7 +177,7 @@ class Filler:
                 self._filled[id(parameter)] = self._read_plain(stored[name], parameter) if value is None else value
             setattr(module, name, self._filled[id(parameter)])
         if to_pack and not is_layer:
-            compute_dequantized(module)
+            install_dequantized_forward(module)
         for name, buffer in list(module.named_buffers(recurse=False)):
             content = stored[name].read(self.files).to(buffer.dtype) if name in stored else buffer
             module._buffers[name] = content.to(self.device)
@@ -231,7 +231,7 @@ class Filler:
     def _plan_group_packing(
         self, weights: Mapping[str, nn.Parameter], stored: dict[str, Stored], *, transposed: bool
     ) -> dict[str, ExpertsLayout]:
-        """Return the layouts of weights stored in 4-bit groups; empty if any of them must be dequantized."""
+        """Return the layouts of weights stored in 4-bit groups; empty if any weight must be dequantized."""
         assert self._four_bit is not None
         layouts: dict[str, ExpertsLayout] = {}
         for name, each in weights.items():
@@ -242,7 +242,7 @@ class Filler:
         return layouts
 
     def _read_plain(self, stored: Stored, parameter: nn.Parameter) -> nn.Parameter:
-        """Read a parameter in 16 or 32 bits, one expert at a time if possible."""
+        """Read an unpacked parameter, one expert at a time if possible."""
         dtype, files = parameter.dtype if self._is_typed else self.dtype, self.files
 
         def read() -> Tensor:
@@ -275,8 +275,8 @@ class Filler:
             empty = partial(torch.empty, size, dtype=dtype, device=self.device)
             return _broadcast(lambda: read().to(self.device).contiguous(), empty)
 
-        codes = share(lambda: fp8.codes(stored), shape, torch.uint8)
-        scales = share(lambda: fp8.scales(stored, block), grid, torch.float32)
+        codes = share(lambda: fp8.read_codes(stored), shape, torch.uint8)
+        scales = share(lambda: fp8.read_scales(stored, block), grid, torch.float32)
         assert (codes.shape, tuple(scales.shape)) == (shape, grid), f"{stored.target}: {codes.shape}, {scales.shape}"
         return codes, scales
 
@@ -307,8 +307,8 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
 def _find_shared_block_sizes(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
 ) -> dict[str, Block | None]:
-    """Map each expert tensor to the block size that all of them share (None: a row); empty to dequantize them."""
-    blocks = {name: fp8.block(stored[name], 3) for name in experts}
+    """Map each expert tensor to their common block size (None: one row); empty if they must be dequantized."""
+    blocks = {name: fp8.find_block(stored[name], 3) for name in experts}
     cells = [cell for cell in blocks.values() if cell is not None]
     if len(cells) < len(blocks) or not blocks:
         return {}
@@ -329,7 +329,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
 
 
 def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
-    """Pack experts one at a time: quantize 16-bit experts, and copy packed experts as stored."""
+    """Pack experts one at a time: quantize 16-bit experts, and copy experts that are stored packed."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
         _put_fp8(files, stored, packed)
@@ -353,7 +353,7 @@ def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: t
 def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
     layout = packed.packing
     for index in range(layout.experts) if stored.by_expert else [None]:
-        codes, scales = files.codes(stored, index), files.scales(stored, layout.cell, index)
+        codes, scales = files.read_codes(stored, index), files.read_scales(stored, layout.cell, index)
         if layout.transposed:
             codes, scales = codes.mT, scales.mT
         for offset, parts in enumerate(zip(codes, scales, strict=True)):

@@ -17,22 +17,22 @@ from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import PROJECTORS
 from trainer.config.errors import shown
 from trainer.config.types import is_pattern
-from trainer.model.expert_layers import USUAL_NAMES, expert_modules, router_weights
+from trainer.model.expert_layers import USUAL_NAMES, expert_modules, find_router_weights
 from trainer.model.expert_targets import (
     ALL_LINEAR,
     build_subtree_pattern,
     check_experts,
-    expert_rank,
     find_expert_targets,
     find_other_parameters,
     is_router,
     list_expert_aliases,
     matches_aliases,
     matches_path,
+    resolve_expert_rank,
 )
 from trainer.model.model_kind import find_output_layer
-from trainer.model.older_names import find_expert_like_names, find_refused_names
-from trainer.model.reached_layers import find_reached
+from trainer.model.older_names import find_expert_like_names, find_rejected_names
+from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.parallel.engine.linear_layers import is_linear, is_quantized, model_shape
 from trainer.parallel.engine.partitioned import whole_shape
 
@@ -50,12 +50,12 @@ class Targets:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """PEFT's target_parameters."""
+        """Paths for PEFT's `target_parameters`."""
         return (*self.experts, *self.others)
 
 
 def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
-    """Return all adapted paths; None if PEFT finds them by name (no experts, no regular expressions)."""
+    """Return all adapted paths; None if PEFT can find them by name (without experts and regular expressions)."""
     if hasattr(model, "usual_targets"):
         return None if lora.adapter_path else Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
@@ -66,7 +66,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
         tuple(find_layers_to_adapt(model, lora)),
         tuple(find_expert_targets(model, lora, _build_pattern(find_unadapted_towers(model, lora)))),
         tuple(find_other_parameters(model, lora)),
-        expert_rank(model, lora),
+        resolve_expert_rank(model, lora),
     )
 
 
@@ -116,7 +116,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         if reachable & linear <= set(untrainable):
             reason = untrainable[min(reachable & linear)]
             raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); use other layers")
-    # Naming an excluded tower is harmless, but a name that occurs only inside one would have no effect.
+    # An entry may name an excluded tower, but a name that occurs only inside a tower has no effect.
     excludable = {
         path for path in paths if path in towers or not (outside_text and re.fullmatch(outside_text, path))
     } | {*expert_aliases}
@@ -151,7 +151,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
 
 
 def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
-    """Return PEFT's `exclude_modules`, a pattern of the full paths without an adapter; None if nothing is excluded."""
+    """Return a pattern of the paths without an adapter for PEFT's `exclude_modules`; None if nothing is excluded."""
     patterns = [build_subtree_pattern(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(build_subtree_pattern("experts"))  # experts that are modules
@@ -167,15 +167,15 @@ def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
 def find_untrainable_layers(model: Any) -> dict[str, str]:
     if hasattr(model, "usual_targets"):
         return {}
-    outside_text, reasons = _build_pattern(find_non_text_modules(model)), dict(find_reached(model).unreached)
+    outside_text, reasons = _build_pattern(find_non_text_modules(model)), dict(probe_gradient_coverage(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    refused = find_refused_names(model, {path.rpartition(".")[2] for path in linear})
-    reasons |= {path: refused[name] for path in linear if (name := path.rpartition(".")[2]) in refused}
+    rejected = find_rejected_names(model, {path.rpartition(".")[2] for path in linear})
+    reasons |= {path: rejected[name] for path in linear if (name := path.rpartition(".")[2]) in rejected}
     return {path: reason for path, reason in reasons.items() if not (outside_text and re.fullmatch(outside_text, path))}
 
 
 def _find_excluded_by_default(model: Any) -> dict[str, str]:
-    routers = {name.removesuffix(".weight") for name in router_weights(model)}
+    routers = {name.removesuffix(".weight") for name in find_router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     reasons = dict.fromkeys(_find_custom_linears(model), "compute more than a product, as routers do")
     return reasons | dict.fromkeys(sorted(routers & linear - set(reasons)), IS_ROUTER)
@@ -209,7 +209,7 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def _has_matrix_weight(module: nn.Module) -> bool:
-    """Return whether a module has a matrix, as linear layers, embeddings, convolutions, routers and experts do."""
+    """Return whether a module has a weight matrix, as linear layers, embeddings, routers and experts do."""
     return any(len(model_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
 
 
@@ -232,13 +232,13 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of towers and projectors without an adapter: all, or only audio with `vision.train: lora`."""
+    """Return the paths of towers and projectors without an adapter; with `vision.train: lora`, only those for audio."""
     towers = find_non_text_modules(model)
     return [path for path in towers if "audio" in path] if lora.image_parts == "lora" else towers
 
 
 def find_projectors(model: Any) -> list[str]:
-    """Return the paths of the modules that map image features to embeddings; a ModuleList is listed by entry."""
+    """Return the paths of modules that map image features to embeddings, with one path per ModuleList entry."""
     towers, projectors = tuple(find_non_text_modules(model)), list[str]()
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
@@ -251,7 +251,7 @@ def find_projectors(model: Any) -> list[str]:
 
 
 def find_non_text_modules(model: Any) -> list[str]:
-    """Return the paths of vision and audio towers and projectors: all modules outside the text model."""
+    """Return the paths of all modules outside the text model: vision and audio towers, and projectors."""
     if model.config.get_text_config() is model.config:
         return []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -272,7 +272,7 @@ def _find_custom_linears(model: nn.Module) -> list[str]:
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Build a pattern for these paths and those below them; generalize layer indices unless `others` would match."""
+    """Build a pattern for `paths` and everything below; it matches any layer index if this matches none of `others`."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)

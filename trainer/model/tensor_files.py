@@ -1,4 +1,4 @@
-"""The safetensors files of a model or adapter.
+"""Read the safetensors files of a model or adapter.
 
 Names and shapes come from the headers, which are a few kilobytes; tensors are read on demand.
 """
@@ -35,7 +35,7 @@ class SafetensorsFiles:
     """Reads the tensors of a model's safetensors files by name, on demand."""
 
     def __init__(self, base_model: str, section: ModelSection, *, stem: str = STEM) -> None:
-        """Read the headers of all files that begin with `stem`. Raises UserError if one is missing or damaged."""
+        """Read the headers of all files named `stem`*. Raises UserError if one is missing or damaged."""
         self._setting = f"base_model={base_model}"
         folder = _find_folder(base_model, section)
         self._files: dict[str, Path] = {}
@@ -64,7 +64,7 @@ class SafetensorsFiles:
 
 
 def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> None:
-    """Raise UserError for the first tensor with non-finite values, as stored or converted to `dtype`."""
+    """Raise UserError if a tensor has non-finite values, as stored or after conversion to `dtype`."""
     for name, kind in files.types().items():
         if not kind.startswith(("F", "BF")):
             continue
@@ -80,7 +80,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
 def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
     """Return the weight files that transformers or diffusers would load: a single file, or the files in the index.
 
-    Raises UserError, beginning with `setting`, if files are missing.
+    Raises UserError, prefixed with `setting`, if files are missing.
     """
     weights = f"{stem}.safetensors"
     if (folder / weights).exists():

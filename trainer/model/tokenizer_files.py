@@ -1,7 +1,7 @@
 """Collect the files of a tokenizer, which are written with every checkpoint.
 
-The files of an unmodified tokenizer are copied from its source, because transformers 5 may save the class name
-`TokenizersBackend` and a list of special tokens, which transformers 4 and servers that use it cannot load.
+The files of an unmodified tokenizer are copied from its source. transformers 5 may save the class name
+`TokenizersBackend` and a list of special tokens, which transformers 4, and servers that use it, cannot load.
 """
 
 import json
@@ -30,9 +30,9 @@ SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 
 
 def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files by name, unchanged from its source if it was not modified.
+    """Return the contents of a tokenizer's files by name, copied from its source if the tokenizer was not modified.
 
-    `revision` is the revision of its hub repository.
+    `revision` is the revision of its repository on the hub.
     """
     processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
     try:
@@ -64,7 +64,7 @@ def _read_source_files(source: str, revision: str | None, names: Sequence[str] =
 
 
 def _load(files: Mapping[str, bytes]) -> Any:
-    """Load a tokenizer only from its files, without the model's config.json."""
+    """Load a tokenizer from these files alone, without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))
         return load_tokenizer(folder, ModelSection())

@@ -26,8 +26,8 @@ from trainer.model.tensor_files import SafetensorsFiles
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
     """Check the headers of the files against the model; return warnings about unused tensors.
 
-    Raises UserError, beginning with `setting`, if weights are missing, have the wrong shape or are quantized without a
-    declaration in config.json, or if entire layers are unused.
+    Raises UserError, prefixed with `setting`, if weights are missing or have the wrong shape, if config.json does not
+    declare their quantization, or if entire layers are unused.
     """
     form = find_stored_form(model_config)
     if isinstance(form, FourBitForm):
@@ -58,7 +58,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 
 
 def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
-    """Check transformers' loading info (`output_loading_info`) as `check_weights_fit` does."""
+    """Check transformers' loading info (`output_loading_info`); returns and raises as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
         # A language model's checkpoint has an output head instead of a score head.
@@ -89,7 +89,7 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
 
 
 def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
-    """Describe extra stored layers (`2 layers in model.layers, but the files have 1 more`); empty if none exist.
+    """Describe stored layers beyond the model's (`2 layers in model.layers, but the files have 1 more`), if any.
 
     The extra layers of multi-token prediction are allowed.
     """
@@ -110,7 +110,7 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
 
 
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
-    """Raise UserError if weights are in 8 bits, because they would be loaded without their scales."""
+    """Raise UserError if weights are in 8 bits or less, because they would be loaded without their scales."""
     if scales := find_scales(files):
         first = min(scales, key=_natural_sort_key)
         raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not declare it; {SAME_MODEL_FIX}")
@@ -129,7 +129,7 @@ def _natural_sort_key(name: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def suppress_loading_output() -> Iterator[None]:
-    """Suppress the loading report and progress bar of transformers; our messages replace them."""
+    """Suppress the loading report and progress bar of transformers, which our messages replace."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,1 +1,1 @@
-"""Replacements in transformers, PEFT and torch: forwards, attention, the loss, recomputation."""
+"""Replace parts of transformers, PEFT, torch and DeepSpeed: forwards, attention, the loss, recomputation."""

@@ -1,4 +1,4 @@
-"""Attention with sinks (gpt-oss) over packed documents: variable-length flash attention, corrected afterwards.
+"""Compute attention with sinks (gpt-oss) over packed documents by correcting variable-length flash attention.
 
 A sink is a score without a value that each head adds to its softmax. With lse, the log-sum-exp of the other scores, and
 a sink z,
@@ -83,7 +83,7 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 def add_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out' and lse' from the output and log-sum-exp of attention without sinks."""
+    """Return out' and lse', given the output and log-sum-exp of attention without sinks."""
     lse_sinks_hT = torch.logaddexp(lse_hT, sinks_h.float()[:, None])
     factor_Th = torch.exp(lse_hT - lse_sinks_hT).t()
     return (out_Thd * factor_Th[..., None]).to(out_Thd.dtype), lse_sinks_hT
@@ -106,7 +106,7 @@ def attend_per_document(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Run the model's own eager attention for each document; without `cu_seqlens`, once for all tokens."""
+    """Run the model's own eager attention for each document, or without `cu_seqlens` once for all tokens."""
     attend = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
     if cu_seqlens is None:
         if mask is None:

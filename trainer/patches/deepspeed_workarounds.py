@@ -1,6 +1,6 @@
 """Workarounds for bugs in DeepSpeed 0.19.8's engine that would change training results.
 
-A test in tests/unit/test_workarounds.py fails once DeepSpeed has fixed a bug. Then remove its workaround.
+When DeepSpeed fixes a bug, a test in tests/unit/test_workarounds.py fails; then remove the workaround.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ def install_workarounds(engine: Engine) -> None:
 
 @replaces("state and master weights of the 16-bit optimizer of stage 0 after its start")
 def undo_zero_step(optimizer: Any) -> None:
-    """Clear the state of a 16-bit optimizer of stage 0, and reset its master weights to the model's weights.
+    """Clear the state of a 16-bit optimizer at stage 0, and reset its master weights to the model's weights.
 
-    DeepSpeed creates the state by an update with zero gradients. That update decays the weights and counts as a step,
+    DeepSpeed creates the state with an update by zero gradients. That update decays the weights and counts as a step,
     so the first real update would be 0.74 times its size (Adam's bias correction of step 2).
     """
     optimizer.optimizer.state.clear()
@@ -47,10 +47,10 @@ def undo_zero_step(optimizer: Any) -> None:
 
 @replaces("`optimizer.step` and `_update_scale`")
 def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
-    """Raise fp16's loss scale after the step instead of within it, and report the norm of stage 0 without the scale.
+    """Raise the fp16 loss scale after the step instead of within it; divide a `scaled_norm` by the scale.
 
     DeepSpeed doubles the scale before it divides the gradients by it, which would halve the gradients of that step. At
-    stage 0 it reports the norm times the scale (`scaled_norm`).
+    stage 0, it reports the gradient norm multiplied by the scale.
     """
     step, update = optimizer.step, require(optimizer, "_update_scale", "deepspeed")
 
@@ -72,9 +72,9 @@ def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
 
 @replaces("`engine.backward`")
 def scale_the_loss(engine: Engine) -> None:
-    """Multiply the loss of stage 0 by fp16's loss scale if DeepSpeed does not.
+    """Multiply the loss at stage 0 by the fp16 loss scale if DeepSpeed does not.
 
-    DeepSpeed divides the gradients by the scale without multiplying the loss by it. They would be 65,536 times too
+    DeepSpeed divides the gradients by the scale without multiplying the loss by it. Gradients would be 65,536 times too
     small, and Adam's epsilon would dominate. The first gradient of the loss shows whether DeepSpeed multiplies.
     """
     backward = engine.backward
@@ -116,10 +116,10 @@ def list_loss_scale_attributes(scaler: Any) -> tuple[str, ...]:
 @replaces("`get_grad_norm_direct`")
 @replaces("`grad_scale` and `found_inf` of torch's fused AdamW")
 class UpdateGuard:
-    """Passes the gradient norm to the optimizer before it updates a group, at stages 1 and 2."""
+    """Makes the optimizer clip, and skip non-finite steps, on the device at stages 1 and 2."""
 
     def __init__(self, engine: Engine, max_grad_norm: float) -> None:
-        """Install the guard. Raises UserError if torch or DeepSpeed no longer works as expected."""
+        """Install the guard. Raises UserError if torch or DeepSpeed lacks what it needs."""
         self._zero, self._max_grad_norm = engine.optimizer, max_grad_norm
         require_fused_update(engine.basic_optimizer)
         for name in (NORM_METHOD, "_global_grad_norm"):
@@ -132,7 +132,7 @@ class UpdateGuard:
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
 
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        """Compute a group's norm in place of DeepSpeed, which returns -1 for NaN and waits for the device twice."""
+        """Compute a group's norm; DeepSpeed's code returns -1 for NaN and synchronizes with the device twice."""
         if len(self._measured) == self._groups:
             raise changed("deepspeed", "the optimizer did not update all groups in the last step")
         norm = compute_gradient_norm(self._zero, gradients)
@@ -157,7 +157,7 @@ class AdapterGuard:
     """Clips each adapter's gradient by its own norm, and skips the update of adapters with a non-finite norm."""
 
     def __init__(self, engine: Engine, limits: Sequence[float]) -> None:
-        """Install the guard on an engine of stage 1 or 2 with a group per adapter; a limit of 0 does not clip."""
+        """Install the guard on an engine of stage 1 or 2 with a group per adapter; a limit of 0 disables clipping."""
         self._zero, self._limits = engine.optimizer, limits
         self._updated = 0
         self.waiting: set[int] = set()
@@ -173,7 +173,7 @@ class AdapterGuard:
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
 
     def check(self) -> None:
-        """Raise UserError unless DeepSpeed has just updated every adapter once, through this guard."""
+        """Raise UserError if DeepSpeed did not update every adapter once through this guard in the last step."""
         if self._updated != len(self._limits):
             raise changed("deepspeed", f"{self._updated} of {len(self._limits)} groups were updated separately")
         self._updated = 0
@@ -205,7 +205,7 @@ def _set_clipping(optimizer: Any, norm: Tensor, max_grad_norm: float) -> None:
 
 
 def compute_gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
-    """Compute the 2-norm of a group's gradients over all ranks; it is non-finite if one gradient is.
+    """Compute the 2-norm of a group's gradients over all ranks; the norm is non-finite if any gradient is.
 
     `optimizer` is DeepSpeed's for stage 1 or 2. Padding in a rank's shard is zero.
     """
@@ -216,6 +216,6 @@ def compute_gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor
 
 
 def require_fused_update(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UserError unless the optimizer reads `grad_scale` and `found_inf`, which torch's GradScaler also sets."""
+    """Raise UserError if the optimizer does not read the `grad_scale` and `found_inf` of torch's GradScaler."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise changed("torch", f"{type(optimizer).__name__}(fused=True) does not read `grad_scale` and `found_inf`")

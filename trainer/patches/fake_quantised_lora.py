@@ -1,7 +1,7 @@
 """Compute adapted layers with fake-quantized merged weights (training.qat).
 
-ops/fake_quantize.py has the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward runs
-on the base without fake quantization, with which the SCU's divergence and `eval --base` compare.
+ops/fake_quantize.py contains the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward
+runs without fake quantization; the SCU's divergence and `eval --base` compare with this base model.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of PEFT's LoRA layers, with rounding")
 def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
-    """Fake-quantize the merged weight of every adapted layer in each forward pass; return lines for the console.
+    """Make adapted layers fake-quantize their merged weights in each forward pass; return lines for the console.
 
     Raises UserError if torchao is missing or a layer cannot be quantized.
     """
@@ -43,14 +43,14 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
     form = choose_integer_form(kind, widths, dtype, setting=setting)
     for layer in layers.values():
         replace(layer, "forward", _build_forward(layer, form))
-    return [f"fake-quantized: the merged weights of {len(layers)} adapted layers ({form}); the others are unchanged"]
+    return [f"fake-quantized: the merged weights of {len(layers)} adapted layers ({form}); other layers are unchanged"]
 
 
 def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
     for name in ("_disable_adapters", "_active_adapter"):
         require(layer, name, "peft")
     peft_forward, adapter = layer.forward, layer.active_adapters[0]
-    active = (adapter, [adapter])  # PEFT has two forms for one active adapter
+    active = (adapter, [adapter])  # PEFT stores a name or a list
     down_module, up_module, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]
     base = layer.base_layer
 

@@ -1,4 +1,4 @@
-"""Compute experts with our operator or in plain torch, with or without an adapter."""
+"""Make experts use our operator or plain torch, with or without an adapter."""
 
 from collections import Counter
 from functools import partial
@@ -8,16 +8,16 @@ from torch import nn
 
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
-from trainer.model.expert_forward import adapted_forward, detect_activation
+from trainer.model.expert_forward import detect_activation, run_adapted_experts
 from trainer.model.expert_layers import expert_modules
-from trainer.model.packed_experts import forward_frozen, packed_tensors
+from trainer.model.packed_experts import forward_frozen, list_packed_tensors
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
 
 @replaces("the forward of experts without an adapter")
-def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
-    """On a GPU, also use the operator for experts without an adapter; return lines for the console."""
+def install_expert_forwards(model: nn.Module, *, on_gpu: bool) -> list[str]:
+    """Make a GPU use our operator also for experts without an adapter; return lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):
@@ -28,7 +28,7 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
         if id(experts) in wrapped:
             adapter = _describe_adapter(wrapped[id(experts)])
         elif is_supported and on_gpu:
-            replace(experts, "forward", partial(adapted_forward, experts, {}))
+            replace(experts, "forward", partial(run_adapted_experts, experts, {}))
             adapter = "without adapter"
         else:
             if _is_gathered_by_deepspeed(experts):
@@ -43,7 +43,7 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
 def _is_gathered_by_deepspeed(experts: nn.Module) -> bool:
     """Return whether all weights are frozen, unpacked and partitioned by stage 3."""
     weights = experts.parameters(recurse=False)
-    return not packed_tensors(experts) and all(is_partitioned(w) and not w.requires_grad for w in weights)
+    return not list_packed_tensors(experts) and all(is_partitioned(w) and not w.requires_grad for w in weights)
 
 
 def _describe_adapter(wrappers: list[Any]) -> str:

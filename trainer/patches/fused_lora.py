@@ -1,8 +1,8 @@
 """Replace PEFT's forward with fused operators, and report the layers that keep PEFT's.
 
-A layer is fused if its base is a plain, a 4-bit or an 8-bit linear layer with one ordinary LoRA adapter. Adapters may
-be disabled, merged or switched later, so the new forward checks at every call that the adapter is active, and otherwise
-calls PEFT's. The first of several shared-input projections (q/k/v, gate/up) computes all of them in one call.
+A layer is fused if its base layer is a plain, 4-bit or 8-bit linear layer with one ordinary LoRA adapter. Adapters may
+be disabled, merged or switched later, so every call checks whether the adapter is active, and otherwise uses PEFT's
+forward. The first of several shared-input projections (q/k/v, gate/up) computes all of them in one call.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from ops.lora import MAX_RANK
 from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
-from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
 from trainer.model.packed_experts import FrozenLinearGrouped
 from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
 from trainer.parallel.engine.linear_layers import is_linear
@@ -37,18 +37,18 @@ class FusionReport:
     total: int
     backend: str
     groups: list[tuple[str, ...]] = field(default_factory=list)
-    refused: list[tuple[str, str]] = field(default_factory=list)
+    rejected: list[tuple[str, str]] = field(default_factory=list)
     """(name, reason) of layers that are not fused."""
 
     @property
     def fused(self) -> int:
-        return self.total - len(self.refused)
+        return self.total - len(self.rejected)
 
-    def lines(self) -> list[str]:
+    def format_summary(self) -> list[str]:
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
         lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
-        examples = {reason: name for name, reason in reversed(self.refused)}
-        counts = Counter(reason for _, reason in self.refused)
+        examples = {reason: name for name, reason in reversed(self.rejected)}
+        counts = Counter(reason for _, reason in self.rejected)
         return lines + [
             f"  not fused: {count} layers ({examples[reason]}): {reason}" for reason, count in counts.items()
         ]
@@ -65,8 +65,8 @@ def fuse(
 ) -> FusionReport:
     """Replace the forward of every adapted layer that the operators support.
 
-    `forward` runs the model once on a few tokens, to find the layers that share an input. With `separate` they are
-    still computed one by one. `tokens` is the size of a micro-batch, which selects the kernels of the self-test. Raises
+    `forward` runs the model once on a few tokens, to find the layers that share an input. With `separate` these
+    are still computed one by one. `tokens` is the size of a micro-batch, which selects the kernels to test. Raises
     ValueError if `cuda` is requested but not available, or if the operators fail their self-test.
     """
     chosen = ops.load(backend)
@@ -79,8 +79,8 @@ def fuse(
 
 def group_layers(
     model: nn.Module, forward: Callable[[], object] | None, *, separate: bool, backend: str = ""
-) -> tuple[FusionReport, list["Group"]]:
-    """Return the report, and the groups of adapted layers that `fuse` computes together, without installing them."""
+) -> tuple[FusionReport, list["FusedGroup"]]:
+    """Return the report of `fuse`, and the groups of layers that it would compute together, without installing them."""
     from peft.tuners.lora import LoraLayer
 
     layers = {
@@ -89,19 +89,19 @@ def group_layers(
         if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)  # experts: fused_experts.py
     }
     report = FusionReport(len(layers), backend)
-    members: dict[str, Member] = {}
+    members: dict[str, FusedLayer] = {}
     for name, layer in layers.items():
         if reason := find_fusion_problem(layer):
-            report.refused.append((name, reason))
+            report.rejected.append((name, reason))
         else:
-            members[name] = Member(layer)
+            members[name] = FusedLayer(layer)
     if forward is None or separate:
         report.groups = [(name,) for name in members]
     else:
         for names in find_groups({name: layers[name] for name in members}, forward):
             same_kind = len({members[name].kind for name in names}) == 1
             report.groups += [names] if same_kind else [(name,) for name in names]
-    return report, [Group([members[name] for name in names]) for names in report.groups]
+    return report, [FusedGroup([members[name] for name in names]) for names in report.groups]
 
 
 def find_fusion_problem(layer: Any) -> str | None:
@@ -128,8 +128,8 @@ def find_fusion_problem(layer: Any) -> str | None:
     return None
 
 
-class Member:
-    """Holds an adapted layer, and reads the operator's arguments from it at every call.
+class FusedLayer:
+    """Reads the operator's arguments from an adapted layer at every call.
 
     To make these reads cheap, modules are looked up once, and PEFT's attributes are read without its properties.
     """
@@ -144,13 +144,13 @@ class Member:
         self.packed = isinstance(self.base, FrozenLinear4bit)
         self.eight_bit = isinstance(self.base, FrozenLinear8bit)
         self.grouped = isinstance(self.base, FrozenLinearGrouped)
-        self._active: tuple[Any, Any] = (self.adapter, [self.adapter])  # PEFT has two forms for one active adapter
+        self._active: tuple[Any, Any] = (self.adapter, [self.adapter])  # PEFT stores a name or a list
         self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
         self._dropout_module = layer.lora_dropout[self.adapter]
         self._nf4: ops.Nf4Weight | None = None
 
     def apply_when_active(self, active: Sequence[str]) -> None:
-        """Apply this adapter while PEFT's list of active adapters is `active`, which includes this one."""
+        """Apply this adapter while `active`, which includes it, is PEFT's list of active adapters."""
         self._active = (active, active)
 
     @property
@@ -164,7 +164,7 @@ class Member:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Properties that the layers of one call must have in common."""
+        """Properties that layers computed in one call must have in common."""
         packing: Any = self.nf4.layout() if self.packed else self.base.weight.dtype
         if self.eight_bit:
             packing = packing, self.base.block, self.base.exact
@@ -197,10 +197,10 @@ class Member:
         return float(module.p) if module.training and isinstance(module, nn.Dropout) else 0.0
 
 
-class Group:
-    """Layers that share an input and are computed together; a group may have one layer."""
+class FusedGroup:
+    """Computes one or more layers that share an input in one call."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[FusedLayer]) -> None:
         self.members = list(members)
         # Outputs that the first member computed for the others, which fetch them in the same forward pass.
         self._input: Tensor | None = None
@@ -210,7 +210,7 @@ class Group:
         for index, member in enumerate(self.members):
             replace(member.layer, "forward", self._build_forward(index, member))
 
-    def _build_forward(self, index: int, member: Member) -> Callable[..., Tensor]:
+    def _build_forward(self, index: int, member: FusedLayer) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or not member.applies_to(x):
                 return member.peft_forward(x, *args, **kwargs)
@@ -232,12 +232,12 @@ class Group:
             return output
         return self.compute([self.members[index]], x)[0]
 
-    def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
+    def compute(self, members: Sequence[FusedLayer], x: Tensor) -> list[Tensor]:
         return compute(members, x)
 
 
 def compute(
-    members: Sequence[Member], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
+    members: Sequence[FusedLayer], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
 ) -> list[Tensor]:
     """Compute y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with one dropout mask for all.
 
@@ -258,11 +258,11 @@ def compute(
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
 
 
-def check_operators(groups: Sequence[Group], shards: LayerShards | None = None, *, many: bool = False) -> None:
+def check_operators(groups: Sequence[FusedGroup], shards: LayerShards | None = None, *, many: bool = False) -> None:
     """Compare the operators with plain torch on this model's own weights, once per shape.
 
     A few random tokens run forward and backward. With `many`, the test is repeated with MANY_TOKENS. The allowed error
-    is a few roundings of the compute dtype. Raises ValueError on a mismatch.
+    is a few roundings of the compute dtype. Raises ValueError if an error is larger.
     """
     tested: set[tuple[Any, ...]] = set()
     for group in groups:
@@ -274,7 +274,7 @@ def check_operators(groups: Sequence[Group], shards: LayerShards | None = None, 
                 _check_group(members, (1, MANY_TOKENS // TEST_TOKENS) if many else (1,))
 
 
-def _gather(members: Sequence[Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
+def _gather(members: Sequence[FusedLayer], shards: LayerShards | None) -> AbstractContextManager[Any]:
     import deepspeed
 
     if shards is not None:
@@ -283,7 +283,7 @@ def _gather(members: Sequence[Member], shards: LayerShards | None) -> AbstractCo
     return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 
 
-def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
+def _check_group(members: Sequence[FusedLayer], repeats: Sequence[int]) -> None:
     first = members[0]
     device, dtype = first.down.device, first.compute_dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -317,7 +317,7 @@ def _check_group(members: Sequence[Member], repeats: Sequence[int]) -> None:
 
 
 def _compute_relative_error(actual: Tensor, expected: Tensor, repeat: int) -> float:
-    """Return the RMS error of a batch repeated `repeat` times, relative to the RMS of `expected` (one repetition)."""
+    """Return the RMS error of a batch repeated `repeat` times, relative to the RMS of one repetition (`expected`)."""
     if actual.shape == expected.shape:  # the gradient of a factor, which sums over the repetitions
         expected = repeat * expected
     parts = actual.split(len(expected))
@@ -325,13 +325,13 @@ def _compute_relative_error(actual: Tensor, expected: Tensor, repeat: int) -> fl
     return float((mean / expected.square().mean()) ** 0.5)
 
 
-def _run_plain(members: Sequence[Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
+def _run_plain(members: Sequence[FusedLayer], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
     outputs = []
     for member, down, up in zip(members, downs, ups, strict=True):
         base = member.base
         weight = base.weight
         if isinstance(base, FrozenLinear4bit):
-            weight = dequantized(weight, base.quant_state, torch.float32)
+            weight = dequantize_weight(weight, base.quant_state, torch.float32)
         elif isinstance(base, FrozenLinear8bit | FrozenLinearGrouped):
             weight = base.dequantized(torch.float32)
         bias = None if base.bias is None else base.bias.float()

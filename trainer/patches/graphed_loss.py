@@ -1,4 +1,4 @@
-"""Replay the loss of a micro-batch from CUDA graphs if the host cannot launch kernels as fast as they run.
+"""Replay micro-steps from CUDA graphs if the host cannot launch kernels as fast as they run.
 
 A batch is padded to one of a few shapes (trainer/data/static_shapes.py). The passes of a shape are captured when it
 occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that fit no graph run eagerly.
@@ -26,7 +26,7 @@ WARMUP_BATCHES = 3
 """Number of initial micro-batches that are not measured, as they compile, tune and allocate."""
 MEASURED_BATCHES = 3
 HOST_BOUND = 0.8
-"""Capture only if launching a forward pass takes the host at least this fraction of its time."""
+"""Capture graphs only if launching a forward pass takes at least this fraction of its time."""
 MAX_CAPTURES = 16
 Say = Callable[[str], None]
 Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
@@ -61,7 +61,7 @@ class StaticInputs:
 class GraphedLoss:
     """A `TokenLoss` for training that replays CUDA graphs.
 
-    In mode `auto` it does so only if the first steps are host-bound and a replay is faster.
+    In mode `auto`, graphs are used only if the first steps are host-bound and a replay is faster.
     """
 
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
@@ -79,7 +79,7 @@ class GraphedLoss:
     def create(
         cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
     ) -> "GraphedLoss | None":
-        """Return a GraphedLoss; if passes cannot be replayed, print why and return None."""
+        """Return a GraphedLoss, or None if passes cannot be replayed."""
         flat = find_flat_adapter(module)
         if flat is None:
             return None
@@ -120,13 +120,13 @@ class GraphedLoss:
         return self._loss.values(training=training)
 
     def take_fraction(self) -> float:
-        """Return the fraction of batches since the last call that were replayed."""
+        """Return the fraction of batches that were replayed since the last call, and reset the counts."""
         fraction = self._replayed / max(self._calls, 1)
         self._calls = self._replayed = 0
         return fraction
 
     def drop(self, reason: str = "") -> None:
-        """Free all graphs and their memory; with a reason, use no graphs from now on."""
+        """Free all graphs and their memory; if a reason is given, use no graphs from now on."""
         if reason and not self.off_reason:
             self.off_reason = reason
             self._say(f"CUDA graphs: off: {escape(reason)}")
@@ -140,7 +140,7 @@ class GraphedLoss:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Run the pass eagerly; after the warm-up, also measure the fraction of its time spent launching."""
+        """Run the pass eagerly; after the warm-up, also measure which fraction of its time launching takes."""
         self._sizes.append(measure_sizes(batch))
         if self._mode == "on" or len(self._sizes) <= WARMUP_BATCHES:
             return self._loss(model, batch, device)
@@ -155,7 +155,7 @@ class GraphedLoss:
         return loss
 
     def _find_capture(self, batch: MicroBatch, device: torch.device) -> Replayed | None:
-        """Return the graph for this batch, after capturing it if the shape recurs; None to run eagerly."""
+        """Return the graph for this batch, captured now if its shape recurs; None if the batch must run eagerly."""
         if self._capturer is not None and not self._capturer.is_current:
             self._give_up("the adapter's address in memory has changed", warn=True)
             return None
@@ -207,7 +207,7 @@ class GraphedLoss:
 
 
 def _describe_first_error(error: BaseException) -> str:
-    """Return type and first line of the original error, because ending a failed capture raises another one."""
+    """Return type and first line of the original error, since ending a failed capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()

@@ -1,8 +1,8 @@
 """Install the replacements on a model and its engine, in a fixed order.
 
-Each forward keeps the one that it replaced. Up to five are stacked on one adapted layer, from the inside out: PEFT's
-forward, the fused operator, recomputation of its input, the checkpoint of its layer, gathering hooks. Replacements
-for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
+Each new forward keeps the one that it replaces. Up to five are stacked on one adapted layer, from the inside out:
+PEFT's forward, the fused operator, recomputation of its input, the checkpoint of its layer, gathering hooks.
+Replacements for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
 docs/decisions/11-patches.md explains why, and docs/reference/workarounds.md lists all of them.
 """
 
@@ -19,8 +19,8 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard, UpdateGuard, install_workarounds
-from trainer.patches.mamba import call_mamba_projections
-from trainer.patches.norm_mlp_rope import PARTS, recompute_inputs, replace_elementwise
+from trainer.patches.mamba import install_mamba_projections
+from trainer.patches.norm_mlp_rope import PARTS, install_input_recomputation, replace_elementwise
 from trainer.patches.packed_attention import (
     copy_heads_without_flash,
     set_varlen,
@@ -47,7 +47,6 @@ class PatchPlan:
     own_elementwise: bool
     """Whether our operators replace norms, gated MLPs and rotary embedding."""
     elementwise_reason: str
-    """The reason for this decision."""
     recomputed: str
     """`none`, `activations`, or `norms` (both)."""
     adapters: str
@@ -56,7 +55,6 @@ class PatchPlan:
     separate_projections: bool
     """Whether shared-input projections are computed one by one."""
     run_small_pass: Callable[[Any], object]
-    """Runs a minimal forward pass."""
     shards: LayerShards | None = None
     mlp_tile: int = 0
     """Tokens per tile of gated MLPs; 0 for no tiles."""
@@ -72,16 +70,16 @@ def install_on_base(model: Any, plan: PatchPlan) -> list[str]:
     if not plan.own_elementwise:
         return [f"{', '.join(PARTS.values())}: the model's own ({plan.elementwise_reason})"]
     load_operators(plan.backend)
-    return replace_elementwise(model, frozen_norms=plan.has_adapter, recompute=plan.recomputed).lines()
+    return replace_elementwise(model, frozen_norms=plan.has_adapter, recompute=plan.recomputed).format_summary()
 
 
 def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
-    lines = call_mamba_projections(model) if plan.has_adapter else []
+    lines = install_mamba_projections(model) if plan.has_adapter else []
     if plan.shards is not None:
         plan.shards.attach(model)
     lines += _install_experts(model, plan) + _install_adapters(model, plan)
     if plan.recomputed != "none":
-        recompute_inputs(model, list_recomputed_layers(model, plan.training))
+        install_input_recomputation(model, list_recomputed_layers(model, plan.training))
     if tile := plan.mlp_tile:
         lines.append(f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens")
     if line := enable_recomputation(model, plan.training):
@@ -92,7 +90,7 @@ def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
 def install_on_engine(
     engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Patch DeepSpeed's engine; with norm `limits`, one per adapter, return the guard that applies them."""
+    """Patch DeepSpeed's engine; given gradient norm `limits` per adapter, return the guard that applies them."""
     install_workarounds(engine)
     if limits:
         return AdapterGuard(engine, limits)
@@ -102,7 +100,7 @@ def install_on_engine(
 
 
 def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> None:
-    """Load the operators of ops.backend, and build them if necessary. Raises UserError if that fails."""
+    """Load the operators of ops.backend, building them if necessary. Raises UserError if that fails."""
     import ops
 
     try:
@@ -115,12 +113,12 @@ def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> Non
 def _install_experts(model: Any, plan: PatchPlan) -> list[str]:
     if not plan.has_adapter or not expert_modules(model):
         return []
-    from trainer.patches.fused_experts import compute_experts  # imports peft, and with it bitsandbytes
+    from trainer.patches.fused_experts import install_expert_forwards  # imports peft, and with it bitsandbytes
 
     on_gpu = plan.device.type == "cuda"
     if on_gpu:
         load_operators(plan.backend)
-    return compute_experts(model, on_gpu=on_gpu)
+    return install_expert_forwards(model, on_gpu=on_gpu)
 
 
 def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
@@ -145,8 +143,8 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
         if (choice := find_choice(model)) is not None:
             from trainer.patches.many_adapters import fuse_many
 
-            return fuse_many(model, choice, plan.backend, **options).lines()
+            return fuse_many(model, choice, plan.backend, **options).format_summary()
         report = fuse(model, plan.backend, **options)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return report.lines()
+    return report.format_summary()

@@ -61,7 +61,7 @@ class TokenLoss:
     ) -> None:
         """Prepare the loss of a model: `kind` in training, -log p without gradients.
 
-        `fused` is the decision of trainer/memory/decisions.py; `say` prints a warning if it turns out to be wrong.
+        `fused` is the decision of trainer/memory/decisions.py; `say` prints a warning if the decision is wrong.
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
         """
         from peft import PeftModel
@@ -70,7 +70,7 @@ class TokenLoss:
         self._decided, self._say = fused, say
         self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
-        """Load-balancing loss of the latest batch, times its targets' weight so that it is scaled like the loss."""
+        """Load-balancing loss of the latest batch, multiplied by its target weight to be scaled like the loss."""
         base: Any = module.get_base_model() if isinstance(module, PeftModel) else module
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
@@ -81,7 +81,7 @@ class TokenLoss:
         self._factor: float | None = None
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the loss summed over the batch's targets, nats, fp32."""
+        """Return the loss summed over the batch's targets, in nats, fp32."""
         return self.compute_by_part(model, batch, device, None)
 
     def compute_by_part(
@@ -98,7 +98,7 @@ class TokenLoss:
         def call(inputs: dict[str, Any]) -> Any:
             return self._call_model(model, inputs, batch)
 
-        # On the host, where the batch is, as nonzero() on the device would wait for it.
+        # On the host, where the batch is, because nonzero() on the device would synchronize with it.
         flat = targets.flatten()
         target_positions = (flat != IGNORED).nonzero().squeeze(1)
         chosen = to_device(flat[target_positions], device)
@@ -106,7 +106,7 @@ class TokenLoss:
         return self._compute(call, inputs, chosen, positions_on_device, weights, parts)
 
     def build_host_inputs(self, batch: MicroBatch, target_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return host inputs and targets [B, K] for `compute_from_inputs`, with K >= `target_positions` positions."""
+        """Build inputs and targets [B, K] on the host for `compute_from_inputs`, with K >= `target_positions`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
             rows = (4, -1, -1) if self._config.model_type in FOUR_ROWS else batch.position_ids.shape
@@ -131,9 +131,9 @@ class TokenLoss:
         return inputs, targets
 
     def compute_from_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss from tensors on the device without waiting for it; `is_observed` must be True.
+        """Compute the loss from device tensors without synchronizing with the device; requires `is_observed`.
 
-        Targets that are IGNORED have a loss of 0.
+        IGNORED targets have a loss of 0.
         """
 
         def call(inputs: dict[str, Any]) -> Any:
@@ -162,7 +162,7 @@ class TokenLoss:
         weights: torch.Tensor | None,
         parts: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the loss at `target_positions` (None: all) with the targets `chosen` and their weights (None: 1)."""
+        """Compute the loss of the targets `chosen` at `target_positions` (None: all), with `weights` (None: 1)."""
 
         def select(rows: torch.Tensor) -> torch.Tensor:
             flat = rows.flatten(0, 1)
@@ -185,26 +185,26 @@ class TokenLoss:
 
             return sum_parts(select(hidden).to(weight.dtype), loss).view(1, -1, 1)
 
-        def loss_of_logits(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
+        def sum_from_logits(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
             return sum_token_losses_from_logits(rows, ids, kind, token_weights)
 
         if self._head is None:
-            return sum_parts(select(call(inputs).logits), loss_of_logits)
+            return sum_parts(select(call(inputs).logits), sum_from_logits)
         with replace_head(self._head, compute_head_and_loss):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(() if parts is None else -1) / (self._factor or 1.0)
 
     def _read_head(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the frozen weight of the head, and the operator's arguments for its factor and trained rows."""
+        """Return the head's frozen weight, and the operator's arguments for the head's factor and trained rows."""
         arguments = {"factor": self._factor or 1.0, "rows": get_trained_rows(self._head)}
         return get_linear_layer(self._head).weight, arguments
 
     def measure_by_token(
         self, model: Any, batch: MicroBatch, device: torch.device, base_states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the result of `measure_tokens` for the batch's K targets, row by row [5, K]; LOSS is differentiable.
+        """Return the measures of `measure_tokens` [5, K] for the batch's K targets; LOSS is differentiable.
 
-        `base_states` are the result of `compute_base_states`, if `is_in_chunks`.
+        `base_states` is the result of `compute_base_states`, if `is_in_chunks`.
         """
         self.observe(batch, device)
         inputs, targets = self._build_inputs(batch, device)
@@ -243,9 +243,9 @@ class TokenLoss:
     def compute_divergence(
         self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: torch.Tensor, with_gradient: bool
     ) -> torch.Tensor:
-        """Return sum_t KL(adapted_t || base_t) over the positions of the targets, nats, fp32.
+        """Return the sum of KL(adapted_t || base_t) over the positions t of the targets, in nats, fp32.
 
-        `base_states` are the result of `compute_base_states` for this batch.
+        `base_states` is the result of `compute_base_states` for this batch.
         """
         with self._outside_step(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
@@ -270,7 +270,7 @@ class TokenLoss:
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the base model's hidden states [K, H] at the K targets, or its log p [K, V] if not `is_in_chunks`."""
+        """Return the base model's hidden states [K, H] at the K targets; its log p [K, V] unless `is_in_chunks`."""
         with self._outside_step(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
             states: list[torch.Tensor] = []
@@ -285,7 +285,7 @@ class TokenLoss:
 
     @contextmanager
     def _outside_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
-        """Allow other forward passes before the loss's backward pass, by keeping the flat adapter's views."""
+        """Keep the flat adapter's views, so that other forward passes can run before the loss's backward pass."""
         self.observe(batch, device)
         flat = find_flat_adapter(self._module)
         with flat.keep_views() if flat is not None else nullcontext():
@@ -298,7 +298,7 @@ class TokenLoss:
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def observe(self, batch: MicroBatch, device: torch.device) -> None:
-        """Decide at the first call, with a pass over two tokens, how to compute head and loss."""
+        """Decide at the first call how to compute head and loss, by running the model on two tokens."""
         if self._head is not None and self._factor is None:
             self._factor = measure_head_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
@@ -306,7 +306,7 @@ class TokenLoss:
             self._warn_if_estimate_is_off(self._head is not None)
 
     def compute_by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the loss sum of each row of the batch, nats, fp64 [B]."""
+        """Return the summed loss of each row of the batch [B], in nats, fp64."""
         logits, targets = self.compute_logits(model, batch, device)
         # One row at a time, as fp32 logits of the whole batch would double the peak memory.
         rows = [
@@ -316,7 +316,7 @@ class TokenLoss:
         return torch.stack(rows).double()
 
     def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [B, K, V] and targets [B, K] at the K positions with logits, on the device."""
+        """Compute logits [B, K, V] at K positions; return them and their targets [B, K] on the device."""
         inputs, targets = self._build_inputs(batch, device)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
@@ -331,7 +331,7 @@ class TokenLoss:
         if self._decided is None or self._decided == fused or self._say is None:
             return
         method = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
-        self._say(f"[yellow]warning:[/yellow] the loss is computed {method}: the memory estimate is off by the logits")
+        self._say(f"[yellow]warning:[/yellow] the loss is computed {method}; the memory estimate is off by the logits")
 
 
 @replaces("`_disable_adapters` of adapted layers")
@@ -358,7 +358,7 @@ def bypass_adapter(module: nn.Module) -> Iterator[None]:
 @replaces("`load_balancing_loss_func` of modeling files")
 @contextmanager
 def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[None]:
-    """Count only the tokens where `mask` is 1 in the load-balancing loss of the model `base`."""
+    """Restrict the load-balancing loss of `base` to the tokens where `mask` is 1, within the block."""
     modeling_file = sys.modules[type(base).__module__]
     balance = require(modeling_file, LOAD_BALANCING, "transformers")
 
@@ -370,7 +370,7 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy tensors to the device from pinned memory, without waiting; return other values unchanged."""
+    """Copy tensors to the device asynchronously from pinned memory; return other values unchanged."""
     if isinstance(value, dict):
         return {name: to_device(item, device) for name, item in value.items()}
     if isinstance(value, TowerOutput):

@@ -16,7 +16,7 @@ from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import find_base_model, is_linear, model_shape
 from trainer.patches.replace import replace
 
-# Name, in transformers' modeling files, of mamba-ssm's kernel for an entire Mamba-2 layer in training.
+# Name in transformers' modeling files of mamba-ssm's training kernel for an entire Mamba-2 layer.
 LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
 SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "causal_conv1d_cuda")
 """(package, its compiled library); transformers uses the package's kernel if it can be imported."""
@@ -30,7 +30,7 @@ def check_packable(model: Any) -> None:
 
 
 def describe_unadapted(model: nn.Module) -> list[str]:
-    """Return a console line on unadapted weight matrices outside linear layers, such as fused experts, if any."""
+    """List the unadapted weight matrices outside linear layers, such as fused experts, in a line for the console."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from transformers.pytorch_utils import Conv1D
@@ -47,7 +47,8 @@ def describe_unadapted(model: nn.Module) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False):
             shape = torch.Size(model_shape(parameter))
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
-                counts[_last_name(path) if name == "weight" else f"{_last_name(path)}.{name}", shape] += 1
+                last = _get_last_component(path)
+                counts[last if name == "weight" else f"{last}.{name}", shape] += 1
     if not counts:
         return []
     weights = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
@@ -56,20 +57,19 @@ def describe_unadapted(model: nn.Module) -> list[str]:
     return [f"without adapter, not linear layers: {', '.join(weights)}: {fraction:.1%} of all parameters"]
 
 
-def _last_name(path: str) -> str:
-    """Return a path's last name except PEFT's base_layer: `experts` for mlp.experts.base_layer.base_layer."""
-    names = [name for name in path.split(".") if name != "base_layer"]
-    return names[-1]
+def _get_last_component(path: str) -> str:
+    """Return the last component of a path other than PEFT's `base_layer`."""
+    return [name for name in path.split(".") if name != "base_layer"][-1]
 
 
 def is_mamba_2(module: nn.Module) -> bool:
-    """Return whether this is a transformers Mamba-2 mixer; Mamba-1 has no chunks, and other mixers no state."""
+    """Return whether this is a Mamba-2 mixer of transformers; Mamba-1 has no chunks, and other mixers no state."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
 
 @replaces("`mamba2_split_conv1d_scan_combined` of modeling files")
-def call_mamba_projections(model: Any) -> list[str]:
+def install_mamba_projections(model: Any) -> list[str]:
     """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; return lines for the console.
 
     mamba-ssm's kernel for an entire layer reads out_proj's weight without calling the layer, so an adapter on it would
@@ -86,10 +86,10 @@ def call_mamba_projections(model: Any) -> list[str]:
     if not mixers:
         return []
     if reason := explain_unused_kernels(*SCAN):
-        return [f"mamba: {len(mixers)} layers in plain torch; {reason}"]
-    lines = [f"mamba: out_proj of {len(adapted)} layers outside mamba-ssm's kernel, which would bypass its adapter"]
+        return [f"mamba: {len(mixers)} layers run in plain torch; {reason}"]
+    lines = [f"mamba: out_proj of {len(adapted)} layers runs outside mamba-ssm's kernel, which would skip its adapter"]
     if reason := explain_unused_kernels(*CONVOLUTION):
-        lines.append(f"mamba: convolutions in plain torch; {reason}")
+        lines.append(f"mamba: convolutions run in plain torch; {reason}")
     return lines
 
 
@@ -99,12 +99,12 @@ def has_scan_kernels() -> bool:
 
 
 def explain_unused_kernels(package: str, library: str) -> str:
-    """Return why transformers, which has already tried to import the kernels, does not use them; empty if it does."""
+    """Return why transformers does not use the kernels, which it has already tried to import; empty if it does."""
     return _find_load_problem(package, library) or _find_import_problem(package, package)
 
 
 def _find_load_problem(package: str, library: str) -> str:
-    """Return why the kernels cannot be loaded, or an empty string; avoids the slow import of the package."""
+    """Return why the kernels cannot be loaded, or ""; does not import the package, which is slow."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
         return "install the extra `mamba` for kernels that are faster and keep less memory"
     return _find_import_problem(package, library)

@@ -1,6 +1,6 @@
-"""The forward of layers with several adapters: one frozen matmul for all rows, and each adapter for its rows.
+"""Compute layers with several adapters: one frozen matmul for all rows, and each adapter for its own rows.
 
-`fused_lora` computes the frozen matmul, with zero factors that need no gradient, so quantized bases, partitioning and
+`fused_lora` computes the frozen matmul, with zero factors that need no gradient, so quantization, partitioning and
 recomputation work as in a single-adapter run.
 """
 
@@ -22,9 +22,9 @@ from trainer.parallel.engine.adapter_choice import AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.patches.fused_lora import (
     MANY_TOKENS,
+    FusedGroup,
+    FusedLayer,
     FusionReport,
-    Group,
-    Member,
     check_operators,
     compute,
     find_fusion_problem,
@@ -32,7 +32,8 @@ from trainer.patches.fused_lora import (
 from trainer.patches.replace import replace
 
 ZERO_FACTOR_RANK = 8
-"""Rank of the zero factors, the smallest that the kernels support."""
+"""Rank of the zero factors: the smallest rank that the kernels support."""
+SingleGroups = dict[str, tuple[FusedGroup, list[int]]]  # by adapter: its layers, and their indices
 
 
 @replaces("the forward of PEFT's LoRA layers, with several adapters")
@@ -45,7 +46,7 @@ def fuse_many(
     separate: bool,
     tokens: int,
 ) -> FusionReport:
-    """Replace the forward of every adapted layer; see `fused_lora.fuse`. Raises UserError if a layer is unsupported."""
+    """Replace the forward of every adapted layer; see `fused_lora.fuse`. Raises UserError for unsupported layers."""
     chosen = ops.load(backend)
     layers = _find_members(model, choice)
     kinds = [_build_key(name, layers.values()) for name in choice.names]
@@ -57,7 +58,7 @@ def fuse_many(
         for paths in find_groups({path: layer.module for path, layer in layers.items()}, forward):
             same_kind = len({layers[path].any_member.kind[:-1] for path in paths}) == 1
             report.groups += [tuple(paths)] if same_kind else [(path,) for path in paths]
-    groups: list[Group] = []
+    groups: list[FusedGroup] = []
     for paths in report.groups:
         groups += _install([layers[path] for path in paths], choice)
     check_operators(groups, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
@@ -68,10 +69,10 @@ def fuse_many(
 class _Layer:
     path: str
     module: Any
-    members: dict[str, Member]
+    members: dict[str, FusedLayer]
 
     @property
-    def any_member(self) -> Member:
+    def any_member(self) -> FusedLayer:
         return next(iter(self.members.values()))
 
     def factor_names(self, adapter: str) -> tuple[str, str]:
@@ -88,7 +89,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
         if isinstance(layer, ParamWrapper):
             raise UserError(f"adapters: {path} is an expert, which supports only one adapter; set lora.experts: false")
         module: Any = layer
-        members: dict[str, Member] = {}
+        members: dict[str, FusedLayer] = {}
         active = module._active_adapter
         for name in choice.names:
             if name not in module.lora_A:
@@ -96,7 +97,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             module._active_adapter = [name]
             if reason := find_fusion_problem(module):
                 raise UserError(f"adapters: {path}: {reason}; exclude it with lora.exclude_modules")
-            members[name] = Member(module)
+            members[name] = FusedLayer(module)
             members[name].apply_when_active(active)
         module._active_adapter = active
         layers[path] = _Layer(path, module, members)
@@ -114,20 +115,20 @@ def _build_key(name: str, layers: Iterable[_Layer]) -> Hashable:
     return tuple((path, len(member.down), member.layer.scaling[name]) for path, member in members)
 
 
-def _install(layers: Sequence[_Layer], choice: AdapterChoice) -> list[Group]:
+def _install(layers: Sequence[_Layer], choice: AdapterChoice) -> list[FusedGroup]:
     common = _CommonGroup(layers, choice)
-    single: dict[str, tuple[Group, list[int]]] = {}
+    single: SingleGroups = {}
     for name in choice.names:
         indices = [index for index, layer in enumerate(layers) if name in layer.members]
         if indices:
-            single[name] = Group([layers[index].members[name] for index in indices]), indices
+            single[name] = FusedGroup([layers[index].members[name] for index in indices]), indices
     for index, layer in enumerate(layers):
         replace(layer.module, "forward", _build_forward(index, layer, choice, common, single))
     return [group for group, _ in single.values()]
 
 
 def _build_forward(
-    index: int, layer: _Layer, choice: AdapterChoice, common: "_CommonGroup", single: dict[str, tuple[Group, list[int]]]
+    index: int, layer: _Layer, choice: AdapterChoice, common: "_CommonGroup", single: SingleGroups
 ) -> Callable[..., Tensor]:
     module, peft_forward = layer.module, layer.module.forward
 
@@ -149,8 +150,8 @@ def _build_forward(
     return forward
 
 
-class _CommonGroup(Group):
-    """Computes layers that share an input, in a pass with rows of several adapters."""
+class _CommonGroup(FusedGroup):
+    """Computes layers that share an input in a pass with rows of several adapters."""
 
     def __init__(self, layers: Sequence[_Layer], choice: AdapterChoice) -> None:
         super().__init__([layer.any_member for layer in layers])
@@ -162,7 +163,7 @@ class _CommonGroup(Group):
                 self._mask[name] = choice.draws.get(name, 0)
                 choice.draws[name] = self._mask[name] + 1
 
-    def compute(self, members: Sequence[Member], x: Tensor) -> list[Tensor]:
+    def compute(self, members: Sequence[FusedLayer], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
         zeros = [_build_zero_factors(member) for member in members]
         x_frozen, pending = enter(x)
@@ -189,7 +190,7 @@ class _CommonGroup(Group):
         return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 
-def _build_zero_factors(member: Member) -> tuple[Tensor, Tensor]:
+def _build_zero_factors(member: FusedLayer) -> tuple[Tensor, Tensor]:
     inputs, outputs, kind = member.down.shape[1], member.up.shape[0], (member.down.dtype, member.down.device)
     return _build_zeros(ZERO_FACTOR_RANK, inputs, *kind), _build_zeros(outputs, ZERO_FACTOR_RANK, *kind)
 

@@ -1,4 +1,4 @@
-"""Find properties of a model by running its own code without weights, not by its name."""
+"""Determine properties of a model by running its own code without weights, not from its name."""
 
 import inspect
 from contextlib import suppress
@@ -21,18 +21,18 @@ _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 @dataclass(frozen=True)
 class ModelProperties:
-    """Model properties that decisions depend on; a reason against a feature is empty if the model allows it."""
+    """Holds model properties that decisions depend on; a reason is empty if the model supports the feature."""
 
     sdpa: bool
-    """Whether the model supports torch's attention; otherwise it is eager."""
+    """Whether the model supports torch's sdpa; otherwise its attention is eager."""
     registry: bool
     """Whether the model uses transformers' attention registry, in which ours can be registered."""
     masked: bool
-    """Whether the attention gets a mask even for a single text, where causal attention needs none."""
+    """Whether attention gets a mask even for a single text, for which causal attention needs none."""
     sinks: bool
     """Whether the attention has sinks, which transformers supports for packs only with kernels from the hub."""
     head: str | None
-    """Why head and loss are not fused in 16 or 32 bits; None if this is only known on the device."""
+    """Why head and loss cannot be fused; None if this is only known on the device."""
     caps: bool
     """Whether the model does more than scale the head's output, such as a tanh."""
     elementwise: dict[str, str]
@@ -53,11 +53,11 @@ def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
 
 
 class _StopPass(Exception):
-    """Ends a forward pass early."""
+    """Raised to stop a forward pass early."""
 
 
 class _FirstAttention(TorchFunctionMode):
-    """Ends a forward pass at its first attention, and records whether it got a mask."""
+    """Stops a forward pass at its first attention, and records whether the attention got a mask."""
 
     masked = False
 
@@ -74,7 +74,7 @@ def _attends_with_mask(model: Any) -> bool:
     return attention.masked
 
 
-class _States(tuple[torch.Tensor]):
+class _DecoderOutput(tuple[torch.Tensor]):
     """A decoder output with hidden states that can be read by index or by name."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
@@ -83,9 +83,9 @@ class _States(tuple[torch.Tensor]):
 
 @replaces("the forward of everything below the head of an empty model")
 def find_head_problem(model: Any) -> str | None:
-    """Return why an empty model's head, adapted or not, is not fused with the loss; empty if it is, None if unknown.
+    """Return why the loss cannot be fused with the output head; "" if it can, None if that is unknown.
 
-    Hidden states of zero replace everything below the head, so only the head and the code after it run.
+    The model is empty. Everything below the head returns zeros, so only the head and the code after it run.
     """
     base = find_base_model(model)
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:
@@ -96,7 +96,7 @@ def find_head_problem(model: Any) -> str | None:
     below = [part for part in (base.base_model, base.get_decoder()) if part is not None and part is not base]
     if not below:
         return None
-    states = _States((torch.zeros(1, 2, head.in_features),))
+    states = _DecoderOutput((torch.zeros(1, 2, head.in_features),))
     for part in below:
         part.forward = lambda *_, **__: states
     try:

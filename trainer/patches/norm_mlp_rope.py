@@ -1,11 +1,11 @@
 """Replace a model's RMSNorm, SwiGLU, GeGLU and rotary embedding with our operators.
 
-Such modules are found by a test, not from a list of architectures: a copy of the module runs on random data with random
+Modules are chosen by a test, not from a list of architectures: a copy of the module runs on random data with random
 weights and dummy projections. If its values and gradients differ from our operator's by more than a rounding or two,
 the module keeps its own forward, and the reason is printed.
 
-With `recompute`, a result carries the function that recomputes it, and the adapted layers that read it keep this
-function instead of the result (`ops.elementwise.recomputing`).
+With `recompute`, a result carries the function that recomputes it. The adapted layers that read the result keep this
+function instead of it (`ops.elementwise.recomputing`).
 """
 
 import copy
@@ -39,15 +39,15 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class Replaceable:
-    """Module forwards and modeling-file functions that our operators can replace, and those they cannot."""
+class ElementwisePlan:
+    """Lists the forwards and modeling-file functions that our operators can replace, and those that they cannot."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
-    """(module, its new forward)."""
+    """Pairs (module, new forward)."""
     functions: list[tuple[Any, Forward]] = field(default_factory=list)
-    """(modeling file, its new rotary embedding)."""
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    """(class or function, reason)."""
+    """Pairs (modeling file, new rotary embedding)."""
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    """Pairs (class or function, reason)."""
 
     @property
     def norms(self) -> int:
@@ -57,25 +57,25 @@ class Replaceable:
     def mlps(self) -> int:
         return len(self.forwards) - self.norms
 
-    def lines(self) -> list[str]:
+    def format_summary(self) -> list[str]:
         replaced = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.functions else 'no '}rotary embedding"
-        counts = Counter(self.refused)
+        counts = Counter(self.rejected)
         return [f"element-wise operators: {replaced}"] + [
             f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
         ]
 
     def find_reasons(self) -> dict[str, str]:
-        """Return why each of PARTS is not replaced everywhere; the reason is empty if it is."""
+        """Return, for each of PARTS, why it is not replaced everywhere; the reason is empty if it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
-        reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
-        for name, reason in self.refused:
+        reasons = {part: "" if count else "the model has none of a known type" for part, count in parts.items()}
+        for name, reason in self.rejected:
             reasons["rms_norm" if _is_norm(name) else "rope" if name == ROTARY else "swiglu"] = f"{name}: {reason}"
         return reasons
 
 
-def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
+def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
     """Find the code of a loaded or an empty model that our operators can replace, without changing the model."""
-    examined = Replaceable()
+    examined = ElementwisePlan()
     forwards: dict[Any, Forward | str] = {}
     for module in model.modules():
         name = type(module).__name__
@@ -90,7 +90,7 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
                 forwards[key] = _build_mlp_forward(module, recompute != "none")
         forward = "its weight is trained" if is_norm and not frozen_norms else forwards[key]
         if isinstance(forward, str):
-            examined.refused.append((name, forward))
+            examined.rejected.append((name, forward))
         else:
             examined.forwards.append((module, forward))
     like = next(model.parameters())
@@ -98,18 +98,18 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
         if callable(getattr(modeling_file, ROTARY, None)):
             function = _build_rotary(getattr(modeling_file, ROTARY), like)
             if isinstance(function, str):
-                examined.refused.append((ROTARY, function))
+                examined.rejected.append((ROTARY, function))
             else:
                 examined.functions.append((modeling_file, function))
     return examined
 
 
 @replaces("the forward of RMSNorm and gated MLPs, and `apply_rotary_pos_emb`")
-def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> Replaceable:
-    """Replace norms, gated MLPs and rotary embedding with our operators where these agree with the model's own code.
+def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
+    """Replace norms, gated MLPs and rotary embedding with our operators where both give the same results.
 
-    Call it before adapters are added. Trained norms (not `frozen_norms`) keep the model's code. `recompute` selects
-    the outputs that layers recompute: gated MLPs (`activations`), gated MLPs and norms (`norms`), or neither (`none`).
+    Call it before adding adapters. Trained norms (not `frozen_norms`) keep the model's code. `recompute` selects
+    the outputs that layers recompute: of gated MLPs (`activations`), of gated MLPs and norms (`norms`), or `none`.
     """
     examined = examine_elementwise(model, frozen_norms=frozen_norms, recompute=recompute)
     for module, forward in examined.forwards:
@@ -121,8 +121,8 @@ def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 
 
 @replaces("the forward of adapted layers, to recompute their inputs")
-def recompute_inputs(model: nn.Module, exclude: Sequence[nn.Module] = ()) -> int:
-    """Make adapted layers outside `exclude` recompute inputs instead of keeping them; return their number."""
+def install_input_recomputation(model: nn.Module, exclude: Sequence[nn.Module] = ()) -> int:
+    """Make adapted layers outside `exclude` recompute their inputs instead of keeping them; return their number."""
     from peft.tuners.lora import LoraLayer
 
     excluded = {module for part in exclude for module in part.modules()}
@@ -162,7 +162,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _build_key(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules that differ only in the values of their weights."""
+    """Return a key that is the same for modules that differ only in the values of their weights."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     children = tuple(type(child) for child in module.children())
     weights = tuple((weight.dtype, weight.shape, weight.device) for weight in module.parameters(recurse=False))
@@ -231,7 +231,7 @@ def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
 
 
 def _read_multipliers(module: Any) -> tuple[float, float]:
-    """Return Falcon-H1's multipliers of the gate and the result; 1 for other models."""
+    """Return Falcon-H1's multipliers of the gate and of the result; 1 for other models."""
     return float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
 
 
@@ -308,10 +308,10 @@ Draw = Callable[..., Tensor]
 
 
 def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
-    """Compare results and gradients in fp32 and in the model's dtype; return the difference, or an empty string.
+    """Compare results and gradients in fp32 and in the model's dtype; describe the difference, if any.
 
-    `run` gets a function that draws normal numbers. It returns our result, the model's result, and their inputs. For an
-    empty model it runs on the CPU.
+    `run` gets a function that draws normally distributed numbers, and returns our result, the model's result, and their
+    inputs. Empty models are tested on the CPU.
     """
     device = torch.device("cpu") if like.is_meta else like.device
     for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _TOLERANCES else torch.float32]):
@@ -331,7 +331,7 @@ def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: T
             difference = (actual.double() - expected.double()).square().mean().sqrt()
             relative_error = float(difference / expected.double().square().mean().sqrt())
             if not relative_error <= _TOLERANCES[dtype]:
-                return f"it computes something else (off by {relative_error:.1g} in a test)"
+                return f"it computes something else (relative error {relative_error:.1g} in a test)"
     return ""
 
 

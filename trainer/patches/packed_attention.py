@@ -1,4 +1,4 @@
-"""Compute attention over packed documents: variable-length flash attention on a GPU, a block mask elsewhere.
+"""Compute attention over packed documents with variable-length flash attention, or without it with a block mask.
 
 Without an attention mask and a cache, transformers detects documents by `position_ids` that restart, and builds an
 L x L block mask. On a GPU the documents of a micro-batch are concatenated instead, and flash attention computes each
@@ -37,12 +37,12 @@ SUPPORT_FLAGS = {
     "flash_attention_3": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
-"""Attributes of transformers model classes that declare support for an attention."""
+"""Attributes with which transformers model classes declare support for an attention implementation."""
 
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
 def pass_positions_to_masks(base: Any) -> None:
-    """Pass positions to `create_causal_mask` for models that do not (Granite 4.0 H), so masks separate documents."""
+    """Pass positions to `create_causal_mask`, so that masks separate documents; Granite 4.0 H does not pass them."""
     modeling_file, decoder = sys.modules[type(base).__module__], base.base_model
     create = getattr(modeling_file, "create_causal_mask", None)
     if create is None or hasattr(decoder, "packed_positions"):
@@ -66,7 +66,7 @@ def pass_positions_to_masks(base: Any) -> None:
 
 
 def check_supported(section: ModelSection, model: Any) -> None:
-    """Raise UserError if the model does not support the requested attention."""
+    """Raise UserError if the model does not support `model.attn_implementation`."""
     chosen = section.attn_implementation
     flag = SUPPORT_FLAGS.get(chosen)
     lacks_sdpa = chosen == "sdpa" and not supports_sdpa(model)
@@ -75,7 +75,7 @@ def check_supported(section: ModelSection, model: Any) -> None:
 
 
 def check_shareable(size: int, model: Any) -> None:
-    """Raise UserError if the attention of a loaded or empty model cannot be divided among `size` ranks."""
+    """Raise UserError if a model's attention cannot be divided among `size` ranks; the model may be empty."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
@@ -97,19 +97,19 @@ def check_shareable(size: int, model: Any) -> None:
 
 
 def choose_attention(section: ModelSection) -> str | None:
-    """Return the attention to load a model with; None leaves it to transformers (sdpa if supported, else eager)."""
+    """Return the attention to load a model with; None selects transformers' default (sdpa if supported, else eager)."""
     return None if section.attn_implementation == "auto" else section.attn_implementation
 
 
 def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and not has_flash(device, dtype):
-        copy_shared_heads()
+        install_sdpa_with_own_heads()
 
 
 @replaces("attention over packed documents")
 @replaces("attention sinks over packed documents")
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Make a loaded model that uses transformers' attention registry compute packed documents separately.
+    """Make a loaded model compute packed documents separately, if transformers' attention registry allows it.
 
     Models with attention sinks need this even without flash attention, because transformers would mix their documents.
     """
@@ -121,9 +121,9 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 @replaces("attention in the windows of vision towers")
 def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Make vision towers compute all their windows in one attention call; transformers calls sdpa once per window.
+    """Make vision towers compute all windows in one attention call; transformers calls sdpa once per window.
 
-    Qwen2.5-VL has 64 windows in each of 28 layers for an image of 896 x 896 pixels.
+    For an image of 896 x 896 pixels, Qwen2.5-VL has 64 windows in each of 28 layers.
     """
     from transformers import AttentionInterface
 
@@ -141,7 +141,7 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 
 def can_share_keys(model: Any) -> bool:
-    """Return whether documents can share keys in a loaded model; not with attention sinks or chunked attention."""
+    """Return whether documents can share keys in a loaded model; attention sinks and chunks do not support it."""
     is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
@@ -152,7 +152,7 @@ def set_varlen(model: Any) -> None:
     from transformers import AttentionInterface
 
     # No mask is registered, so transformers builds none. It would be L x L in every forward pass, and detecting packed
-    # documents would wait for the device.
+    # documents would synchronize with the device.
     AttentionInterface.register(VARLEN, sequence_attention)
     model.set_attn_implementation(VARLEN)
 
@@ -164,12 +164,12 @@ def disable_varlen(model: Any) -> None:
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention supports device and dtype: compute capability 8.0 or higher, 16 bits."""
+    """Return whether torch's flash attention supports device and dtype (compute capability 8.0, 16 bits)."""
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @replaces("transformers' attention `sdpa`")
-def copy_shared_heads() -> None:
+def install_sdpa_with_own_heads() -> None:
     """Replace transformers' `sdpa` in this process with `sdpa_with_own_heads`."""
     from transformers import AttentionInterface
 
@@ -184,7 +184,7 @@ def sdpa_with_own_heads(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute transformers' sdpa with shared key and value heads copied for each query head; [B, heads, L, head_dim].
+    """Compute transformers' sdpa after copying shared key and value heads for each query head [B, heads, L, head_dim].
 
     Without a mask transformers leaves shared heads to torch, and torch's memory-efficient kernels do not support them.
     Without flash attention, only plain matmuls remain, which keep L x L probabilities per head.
@@ -213,10 +213,10 @@ def varlen_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within each document; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
+    """Compute causal attention within each document: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
     Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation),
-    transformers' sdpa runs. With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
+    transformers' sdpa runs. With a `sliding_window` of W tokens, a query sees itself and the W - 1 tokens before it.
 
     If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen.
     The last of these keys belong to the document's own tokens.
@@ -257,7 +257,7 @@ def sequence_attention(
     sequence: SequencePart | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute `varlen_attention`; with `sequence`, tensors have one of N ranks' tokens [1, heads, T/N, head_dim]."""
+    """Compute `varlen_attention`; with `sequence`, each of N ranks has T/N tokens [1, heads, T/N, head_dim]."""
     if sequence is None:
         return varlen_attention(module, query, key, value, attention_mask, **kwargs)
     query, key, value = exchange_for_heads((query, key, value), sequence)
@@ -277,7 +277,7 @@ def window_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention without a mask within each window; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
+    """Compute attention without a mask within each window: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
     Window i has the patches cu_seq_lens_q[i] to cu_seq_lens_q[i+1] - 1; without bounds, transformers' sdpa runs.
     """
@@ -317,9 +317,9 @@ def _flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor,
     longest: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Call varlen_attn's operator, because varlen_attn copies shared key heads in torch 2.11; [T, heads, head_dim].
+    """Run flash attention, [T, heads, head_dim]; the last query and key of a document are the same token.
 
-    A document's last query and last key are the same token.
+    This calls the operator of varlen_attn, which itself copies shared key heads in torch 2.11.
     """
     tensors = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     lengths = bounds, key_bounds, longest, longest
@@ -345,9 +345,9 @@ def _attend_in_turn(
 def _attend_batched(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None, dropout: float
 ) -> torch.Tensor:
-    """Compute documents as batch rows, [T, heads, head_dim]; dense kernels (cuDNN on Hopper) take 58 % as long.
+    """Compute documents as batch rows, [T, heads, head_dim], because dense kernels (cuDNN on Hopper) are faster.
 
-    On one H200, with 4 x 2048 tokens, 32 heads of 128 and 8 key heads, both passes took 1.13 instead of 1.97 ms.
+    On an H200, with 4 x 2048 tokens, 32 heads of 128 and 8 key heads, both passes took 1.13 instead of 1.97 ms.
     """
     # squeeze() instead of [0], since the derivative of an index is a copy into zeros
     q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
@@ -360,7 +360,7 @@ def _attend_batched(
 
 
 def _build_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Build the mask [1, 1, queries, keys] of one document; None if sdpa's causal attention does the same.
+    """Build the mask [1, 1, queries, keys] of one document; return None if sdpa's `is_causal` is equivalent.
 
     Documents have no padding, as generation never batches rows of different lengths.
     """

@@ -1,7 +1,7 @@
-"""Check, by running the model before training, that no token sees later tokens or another packed document.
+"""Run the model before training to check that no token sees later tokens or another packed document.
 
-A model may silently ignore the information that separates documents (restarted positions, or bounds). It would then be
-trained on mixed documents.
+A model may silently ignore the positions or bounds that separate documents. It would then be trained on mixed
+documents.
 """
 
 from collections import Counter
@@ -30,19 +30,19 @@ from trainer.patches.packed_attention import (
     set_varlen,
 )
 from trainer.patches.per_document import (
-    PerDocument,
-    compute_per_document,
+    PerDocumentForward,
     find_tensors,
     has_separate_documents,
+    install_per_document,
     is_mask,
 )
 
 LENGTHS, LONGER = (5, 4), (37, 40)
 """Tokens of two documents; LONGER is for layers that combine several tokens into one, as in DeepSeek-V4."""
 LEAK, LEAK_WITH_EXPERTS = 1e-4, 0.05
-"""A position sees a changed token if its logits change by more than this fraction of the change at a position that must
-see it (root mean squares). Without experts, logits at positions that do not see it stay equal. With experts they may
-change, because experts get other batches of tokens and round sums differently, and the choice of experts can flip."""
+"""Fraction of the change (root mean square) at a position that must see a changed token, above which another position
+sees it too. Without experts, logits at positions that do not see it stay equal. With experts they may change, because
+experts get other batches of tokens and round sums differently, and the choice of experts can flip."""
 AMPLIFIED = 10.0
 """A layer mixes documents if it amplifies the relative change at the second document by this factor."""
 ROUNDING = 0.05
@@ -62,7 +62,7 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
         batch = collate([sample], pad_token_id, packed=False, flat=False)
         return token_loss.compute_logits(model, batch, device)[0][0][: length - 1].float()
 
-    with _refusing(f"base_model={base_model}", "use a causal language model", model):
+    with _report_model_errors(f"base_model={base_model}", "use a causal language model", model):
         if model.config.get_text_config() is not model.config:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 compute_logits(tokens)  # Molmo2 needs more than tokens, but only in training
@@ -76,9 +76,9 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 
 
 def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
-    """Make the model separate the documents of a pack; return whether packs must be one row. A collective call.
+    """Make the model separate the documents of a pack; return whether packs must be one row. Every rank must call it.
 
-    Layers that carry state from one document to the next compute each document separately from now on. A model that
+    Layers that carry state from one document to the next are changed to compute each document separately. A model that
     ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises UserError if a
     document still sees another, or a token sees later tokens.
     """
@@ -92,11 +92,11 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
         probe = _Probe(token_loss, model, base, pad_token_id, device)
         if not probe.flat:
             pass_positions_to_masks(base)
-        with _refusing("dataset.packing=true", "set dataset.packing: false", model):
+        with _report_model_errors("dataset.packing=true", "set dataset.packing: false", model):
             current = probe.separate_documents()
             longer = _Probe(token_loss, model, base, pad_token_id, device, LONGER)
             longer.flat = probe.flat
-            if not current and longer.differs_from_alone():
+            if not current and longer.differs_from_unpacked():
                 current = "documents of a pack have different logits than alone"
         if not current:
             return probe.flat
@@ -106,9 +106,9 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
 
 @torch.no_grad()
 def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> str | None:
-    """Make the answers of a pair share the keys of their prompt, or return why the model cannot; a collective call.
+    """Make the two answers to a prompt share its keys, or return why the model cannot; every rank must call it.
 
-    An answer must not see the other one, and its logits must be the same as without sharing.
+    Neither answer may see the other, and their logits must be the same as without sharing.
     """
     base = find_base_model(model)
     original = base.config._attn_implementation
@@ -143,7 +143,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 
 @torch.no_grad()
 def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart) -> None:
-    """Raise UserError if logits of a part of a sequence differ from the full sequence's; a collective call.
+    """Raise UserError if the logits of a part differ from those of the full sequence; every rank must call it.
 
     They differ if layers other than attention combine tokens. Such a model cannot be trained on split sequences.
     """
@@ -186,18 +186,18 @@ class _Probe:
         self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each document separately; return what still fails.
+        """Make layers that carry state across documents compute each document separately; return a remaining problem.
 
-        These layers use their kernels if the kernels separate documents.
+        These layers keep using their kernels if the kernels separate documents.
         """
         changed_first, changed_last = self._tokens.clone(), self._tokens.clone()
         changed_first[: LENGTHS[0]] += 1
         changed_last[-2] += 1
         tolerance, first = _choose_tolerance(self._model), LENGTHS[0] - 1
-        separate: dict[type, list[PerDocument]] = {}
+        separate: dict[type, list[PerDocumentForward]] = {}
         problem, leaks = None, True
         while leaks:
-            observer = _Observer(self._base, tolerance)
+            observer = _LeakObserver(self._base, tolerance)
             with observer.watch():
                 logits = self._compute_logits(self._tokens)
             with observer.watch():
@@ -210,7 +210,7 @@ class _Probe:
             for forward in failed:
                 forward.by_kernels = False
             new = kinds - separate.keys()
-            separate |= {kind: compute_per_document(self._base, kind) for kind in new}
+            separate |= {kind: install_per_document(self._base, kind) for kind in new}
             leaks = bool(failed or new)
         change = self._compute_logits(changed_last) - logits
         if _compute_rms(change[:-1]) > tolerance * _compute_rms(change[-1:]):
@@ -218,8 +218,8 @@ class _Probe:
             return problem if problem and separate else "tokens attend to later tokens"
         return problem if mixes_documents else None
 
-    def differs_from_alone(self) -> bool:
-        """Return whether most tokens of the second document have different logits than without the first."""
+    def differs_from_unpacked(self) -> bool:
+        """Return whether most tokens of the second document have other logits in the pack than alone."""
         first = self._lengths[0]
         together, alone = self._compute_logits(self._tokens)[first - 1 :], self._compute_logits(self._tokens[first:])
         has_16_bits = self._base.get_input_embeddings().weight.element_size() == 2
@@ -228,7 +228,7 @@ class _Probe:
 
     @torch.no_grad()
     def _compute_logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits at all tokens except the last of each document."""
+        """Compute the logits at all tokens except the last one of each document."""
         length, packed = len(ids), len(ids) == sum(self._lengths)
         sample = Sample(ids.tolist(), [True] * length, list(self._lengths) if packed else [length])
         batch = collate([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
@@ -237,17 +237,17 @@ class _Probe:
         return logits if len(logits) < length else logits[to_device(batch.targets[0] != IGNORED, self._device)]
 
 
-class _Observer:
-    """Finds the innermost layers that mix documents, from two passes with different first documents."""
+class _LeakObserver:
+    """Finds the innermost layers that mix documents, by comparing two passes with different first documents."""
 
     def __init__(self, base: torch.nn.Module, tolerance: float) -> None:
         self._modules, self._tolerance = dict(base.named_modules()), tolerance
         self._first_pass: dict[tuple[str, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """Input and results of a module in the first pass, by its path and the number of the call."""
+        """Input and results of a module in the first pass, by its path and the index of the call."""
         self._calls: Counter[str] = Counter()
         self._leaking: set[str] = set()
         self._inseparable = {""}
-        """Modules that cannot compute documents separately, as some of their inputs have no token dimension."""
+        """Modules that cannot compute documents separately, because an input has no token dimension."""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -318,7 +318,7 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _refusing(setting: str, fix: str, model: Any) -> Iterator[None]:
+def _report_model_errors(setting: str, fix: str, model: Any) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, DistError):

@@ -1,10 +1,10 @@
-"""Start every packed document from an empty state in recurrent layers.
+"""Make recurrent layers start every packed document from an empty state.
 
 transformers separates packed documents in attention. State-space layers, linear attention and short convolutions carry
 their state across documents, unless their kernels (flash-linear-attention, mamba-ssm, causal-conv1d) get the bounds.
 Otherwise a layer computes its documents as rows of a batch, padded on the right; causal layers never read padding. The
 bounds reach the layers through a context variable, because many models do not pass on arguments. Gradient checkpointing
-restores it for the recomputation.
+restores the variable for the recomputation.
 """
 
 import sys
@@ -30,14 +30,14 @@ CONVOLUTION_NAME = "causal_conv1d_fn"
 _MARK = "_zerolora_one_call"
 
 
-class Documents:
-    """Positions of the documents of a micro-batch [B, L]."""
+class DocumentLayout:
+    """Describes where the documents of a micro-batch [B, L] are, and how to batch them."""
 
     def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
-        """Find the documents on the host by positions that restart, and `move` the layers' indices to the device.
+        """Find the documents on the host, where positions restart; `move` copies the indices to the device.
 
-        Documents of similar length are computed together, with at most half of the tokens as padding. `one_call` puts
-        all documents in one call: if calls gather weights, every rank must call a layer the same number of times.
+        Documents of similar length are computed together, with at most half of the tokens as padding. With
+        `one_call`, all are computed together: if calls gather weights, every rank must make the same number of calls.
         """
         self.shape = position_ids.shape
         is_first = position_ids.flatten() == 0
@@ -59,14 +59,14 @@ class Documents:
         """Positions of the micro-batch's tokens in the concatenated groups [B L]."""
         numbers = (is_first.cumsum(0) - 1).int()[None]
         self.bounds = {"cu_seq_lens_q": move(bounds.int()), "seq_idx": move(numbers)}
-        """Arguments by which transformers' kernels separate the documents of one row."""
+        """Arguments with which transformers' kernels separate the documents of a row."""
 
 
-_DOCUMENTS: ContextVar[Documents | None] = ContextVar("documents", default=None)
+_DOCUMENTS: ContextVar[DocumentLayout | None] = ContextVar("documents", default=None)
 
 
-class PerDocument:
-    """Computes a layer's documents separately: in one row if `by_kernels`, otherwise as rows of a batch."""
+class PerDocumentForward:
+    """Computes a layer's documents separately: in one row with `by_kernels`, otherwise as rows of a batch."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -88,12 +88,12 @@ class PerDocument:
         finally:
             _DOCUMENTS.reset(token)
 
-    def _compute_row(self, documents: Documents, args: Any, kwargs: Any) -> Any:
+    def _compute_row(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
         shape = documents.shape
         args, kwargs = _select((args, kwargs), shape, None)
         return _join([self._forward(*args, **kwargs, **documents.bounds)], [(1, shape.numel())], shape)
 
-    def _compute_batches(self, documents: Documents, args: Any, kwargs: Any) -> Any:
+    def _compute_batches(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
         results = []
         for index in documents.groups:
             batch_args, batch_kwargs = _select((args, kwargs), documents.shape, index)
@@ -102,7 +102,7 @@ class PerDocument:
 
 
 def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
-    """Select the tokens of `index` [n, l] from tensors [B, L, ...], by default all tokens as [1, B L, ...].
+    """Select the tokens of `index` [n, l] from tensors [B, L, ...]; without an index, all tokens as [1, B L, ...].
 
     Masks become None, since a single document needs none.
     """
@@ -137,7 +137,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 @replaces("forward of recurrent layers over packed documents")
-def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
+def install_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocumentForward]:
     if _MARK not in vars(base):
         replace(base, _MARK, any(map(is_partitioned, base.parameters())))
         replace(base, "forward", _receive_documents(base.forward))
@@ -149,7 +149,7 @@ def compute_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocument]:
     if hasattr(modeling_file, CONVOLUTION_NAME) and explain_unused_kernels(*CONVOLUTION):
         replace(modeling_file, CONVOLUTION_NAME, partial(_convolve, getattr(modeling_file, CONVOLUTION_NAME)))
     layers = [module for module in base.modules() if type(module) is kind]
-    forwards = [PerDocument(layer.forward) for layer in layers]
+    forwards = [PerDocumentForward(layer.forward) for layer in layers]
     for layer, forward in zip(layers, forwards, strict=True):
         replace(layer, "forward", forward)
     return forwards
@@ -187,7 +187,7 @@ def has_separate_documents(base: nn.Module) -> bool:
 def describe_separate_documents(model: nn.Module) -> list[str]:
     counts: Counter[tuple[str, bool]] = Counter()
     for module in model.modules():
-        if isinstance(forward := vars(module).get("forward"), PerDocument):
+        if isinstance(forward := vars(module).get("forward"), PerDocumentForward):
             counts[type(module).__name__, forward.by_kernels] += 1
     methods = {True: "by bounds in their kernels", False: "in batches of documents of similar length"}
     return [f"packed documents: {count} {name} layers, {methods[kernels]}" for (name, kernels), count in counts.items()]
@@ -195,16 +195,16 @@ def describe_separate_documents(model: nn.Module) -> list[str]:
 
 def build_document_inputs(
     base: nn.Module, position_ids: Tensor | None, move: Callable[[Tensor], Tensor]
-) -> dict[str, Documents]:
-    """Return the argument that passes the documents of a pack to the model's layers; empty if no layer needs it."""
+) -> dict[str, DocumentLayout]:
+    """Return the argument that passes a pack's document layout to the model's layers; empty if no layer needs it."""
     if position_ids is None or not has_separate_documents(base):
         return {}
-    return {"documents": Documents(position_ids, move, one_call=vars(base)[_MARK])}
+    return {"documents": DocumentLayout(position_ids, move, one_call=vars(base)[_MARK])}
 
 
 def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
-    def forward_with_documents(*args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
+    def forward_with_documents(*args: Any, documents: DocumentLayout | None = None, **kwargs: Any) -> Any:
         token = _DOCUMENTS.set(documents)
         try:
             return forward(*args, **kwargs)
@@ -215,5 +215,5 @@ def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_documents(run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Run a checkpoint, and recompute it with the documents of its forward pass."""
+    """Run a checkpoint that recomputes with the document layout of its forward pass."""
     return run(partial(copy_context().run, function), *args)

@@ -1,4 +1,4 @@
-"""Replace the output head for one forward pass, if it is a linear layer, frozen except for rows of new tokens."""
+"""Replace a plain linear output head for one forward pass; only its rows for new tokens may be trained."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 @torch.no_grad()
 def measure_head_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
-    """Return the ratio of logits to the head's output (1, or 1 / scaling for Granite); None if it varies."""
+    """Return the constant ratio of logits to the head's output (1 / scaling for Granite); None if it varies."""
     factors: list[float] = []
     training = module.training
     module.eval()  # dropout would advance the random state of the first step
@@ -32,7 +32,7 @@ def measure_head_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor
 def find_plain_head_problem(head: Any) -> str:
     layer = get_linear_layer(head)
     if type(layer) is not nn.Linear:
-        return "the head is adapted or not a linear layer" if head is not None else "the model computes all logits"
+        return "the head is not a plain linear layer" if head is not None else "the model computes all logits"
     if layer.bias is not None:
         return "the head has a bias"
     if layer.weight.requires_grad:
@@ -43,12 +43,12 @@ def find_plain_head_problem(head: Any) -> str:
 
 
 def get_linear_layer(head: Any) -> Any:
-    """Return the layer inside PEFT's wrapper of a head with trained rows; return any other head unchanged."""
+    """Return the linear layer of a head, unwrapped if PEFT trains rows of it."""
     return head.original_module if _has_trained_rows(head) else head
 
 
 def get_trained_rows(head: Any) -> TrainedRows | None:
-    """Return the trained rows of the head (`model.added_tokens`); None if there are none or the adapter is disabled."""
+    """Return the trained rows of the head (`model.added_tokens`); None if there are none or it is disabled."""
     if not _has_trained_rows(head) or head.token_adapter.disable_adapters:
         return None
     adapter = head.token_adapter
@@ -66,13 +66,13 @@ def _has_trained_rows(head: Any) -> bool:
 
 
 _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-"""Cached indices on the device, because copying them in every pass would wait for it."""
+"""Cached indices on the device, because copying them in every pass would synchronize with it."""
 
 
 @replaces("the forward of the output head")
 @contextmanager
 def replace_head(head: nn.Module | None, forward: Any) -> Iterator[None]:
-    """Replace the head's forward within the block; its hooks, which may gather its weight, still run."""
+    """Replace the head's forward within the block; hooks, which may gather the head's weight, still run."""
     if head is None:
         yield
         return

@@ -1,7 +1,7 @@
 """Set up gradient checkpointing: recompute parts of the model in the backward pass, and keep only their inputs.
 
 non_reentrant         recompute every decoder layer, or the first ones
-selective             recompute the MLP of every layer, which has most of its activations, but not attention
+selective             recompute only the MLP of every layer, which has most of the activations
 offload_activations   keep the inputs in pinned host memory; copies overlap with the computation
 """
 
@@ -38,7 +38,7 @@ Results = deque[list[Any]]
 
 @replaces("`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs")
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
-    """Set up `training.gradient_checkpointing`; return a line for the console, or None if it is off.
+    """Set up `training.gradient_checkpointing`; return a line for the console, or None if checkpointing is off.
 
     Raises UserError if `selective` finds no feed-forward part.
     """
@@ -46,7 +46,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     if mode == "none":
         return None
     offload = HostCopies() if training.offload_activations else None
-    run, storage = _choose_run(model, training, offload), "on the device"
+    run, storage = _choose_checkpoint_function(model, training, offload), "on the device"
     if offload is not None:
         run = partial(_run_with_offload, offload, run)
         model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
@@ -74,9 +74,11 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     return f"recomputed in the backward pass: {which}{exception}; their inputs are kept {storage}"
 
 
-def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | None") -> Callable[..., Any]:
+def _choose_checkpoint_function(
+    model: Any, training: TrainingSection, offload: "HostCopies | None"
+) -> Callable[..., Any]:
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if _is_random(model):
+    if _uses_random_numbers(model):
         run = _repeat_random_numbers
     if not training.recompute_attention:
         if has_random_attention(model):
@@ -85,12 +87,12 @@ def _choose_run(model: Any, training: TrainingSection, offload: "HostCopies | No
                 "layer is recomputed; use auto"
             )
         store, load = (offload.copy, offload.fetch) if offload else (lambda tensor: tensor, lambda tensor: tensor)
-        run = partial(run, context_fn=partial(keep_attention, store, load))
+        run = partial(run, context_fn=partial(build_attention_contexts, store, load))
     return run
 
 
 def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
-    """Run a checkpoint that repeats its random numbers; while a CUDA graph is captured, only our operators' numbers.
+    """Run a checkpoint that repeats its random numbers; while a CUDA graph is captured, only those of our operators.
 
     In a graph, other random numbers change the gradients, which trainer/parallel/engine/cuda_graphs.py detects.
     """
@@ -107,7 +109,7 @@ def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts:
 
 
 def _recompute_first(model: nn.Module, layers: list[Any], first: int) -> str:
-    """Recompute only the first layers if the model's code supports it; return a description of these layers."""
+    """Recompute only the first layers if the model supports that; return a description of the recomputed layers."""
     blocks = list(find_decoder_layers(model)[1])
     if not set(blocks) <= set(layers):
         return f"every layer, because this model does not support training.gradient_checkpointing_layers={first}"
@@ -130,10 +132,10 @@ def disable_recomputation(model: Any) -> None:
         model.disable_input_require_grads()
 
 
-def _is_random(model: Any) -> bool:
+def _uses_random_numbers(model: Any) -> bool:
     """Return whether training draws random numbers, which the recomputation must repeat.
 
-    OPT, Seed-OSS and others call torch's dropout function instead of a module, so only their configuration shows it.
+    OPT, Seed-OSS and others call torch's dropout function instead of a module, so their configuration is checked too.
     """
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
@@ -143,7 +145,7 @@ def _is_random(model: Any) -> bool:
 
 
 def find_feed_forward_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the children of the decoder layers with weight matrices, adapted or not, except token mixers."""
+    """Return the children of decoder layers that have weight matrices (adapted or not), except token mixers."""
     from peft.tuners.lora import LoraLayer
 
     parts: list[nn.Module] = []
@@ -192,13 +194,13 @@ class HostCopies:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._buffers: dict[int, Tensor] = {}
-        """Page-locked memory by position in the pass, reused in every pass."""
+        """Pinned buffers, which every pass reuses, by the position of the copy in the pass."""
         self._copies: list[_Copy] = []
         self.layer = 0
-        """Number of the current layer; its copies are fetched together."""
+        """Index of the current layer, whose copies are fetched together."""
 
     def start_pass(self, *_: Any) -> None:
-        """Drop the copies that an earlier pass did not fetch (a forward pre-hook)."""
+        """Drop the copies that an earlier pass did not fetch; used as a forward pre-hook."""
         self._copies, self.layer = [], 0
 
     def copy_input(self, tensor: Tensor) -> "Tensor | _Copy":
@@ -209,7 +211,7 @@ class HostCopies:
         return self.copy(tensor) if tensor.requires_grad or not self._copies else tensor
 
     def copy(self, tensor: Tensor) -> "Tensor | _Copy":
-        """Start copying a floating-point tensor to the host; return the tensor itself if the host's memory is full."""
+        """Start copying a floating-point tensor to the host; return it unchanged if host memory is full."""
         if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         if self._stream is None:
@@ -261,18 +263,18 @@ class _Copy:
         self.arrived: torch.cuda.Event | None = None
 
 
-def keep_attention(
+def build_attention_contexts(
     store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for a checkpoint's forward pass and its recomputation, which keep the results of attention.
+    """Return contexts that keep the results of attention in a checkpoint's forward pass, and reuse them afterwards.
 
     `store` converts a tensor to the object that is kept, and `load` converts it back.
     """
     results: Results = deque()
-    return _Keep(results, store), _Return(results, load)
+    return _KeepAttention(results, store), _ReturnAttention(results, load)
 
 
-class _Keep(TorchDispatchMode):
+class _KeepAttention(TorchDispatchMode):
     def __init__(self, results: Results, store: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self._results, self._store = results, store
@@ -285,7 +287,7 @@ class _Keep(TorchDispatchMode):
         return result
 
 
-class _Return(TorchDispatchMode):
+class _ReturnAttention(TorchDispatchMode):
     def __init__(self, results: Results, load: Callable[[Any], Tensor]) -> None:
         super().__init__()
         self._results, self._load = results, load
@@ -297,6 +299,6 @@ class _Return(TorchDispatchMode):
 
 
 def has_random_attention(model: Any) -> bool:
-    """Return whether the model has attention dropout, for which recomputation would draw a different mask."""
+    """Return whether the model has attention dropout, whose mask would differ in the recomputation."""
     settings = model.config.get_text_config().to_dict()
     return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

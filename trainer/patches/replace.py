@@ -1,4 +1,4 @@
-"""Replace attributes on the modules of a model and in their modeling files, and undo it.
+"""Replace attributes on the modules of a model and in their modeling files, and undo replacements.
 
 The original is stored on the owner, so it shares the owner's lifetime and is copied when PEFT copies a module.
 """

@@ -2,7 +2,7 @@
 
 The backward pass recomputes a tile just before its gradients. `_KeepInput` keeps only the input, and a checkpointed
 layer's recomputation stops there instead of computing the MLP a third time. The factors' gradients are summed over the
-tiles in 32 bits, and reach autograd once, as without tiles.
+tiles in fp32, and reach autograd once, as without tiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ Trained = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and t
 
 @replaces("the forward of gated MLPs, to compute tiles of the sequence")
 def tile_feed_forward(model: nn.Module, tile: int) -> int:
-    """Compute the gated MLPs without dropout in tiles of `tile` tokens; return their number."""
+    """Make gated MLPs without dropout process `tile` tokens at a time; return the number of these MLPs."""
     parts = [module for module in model.modules() if is_gated_mlp(module) and not _has_dropout(module)]
     for part in parts:
         replace(part, "forward", partial(_forward, part, part.forward, tile))
@@ -43,7 +43,7 @@ def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x:
         return _compute_tiles(compute, x, tile)
     contexts: list[Any] = []
     view = _KeepInput.apply(x, contexts, trained[0] if trained else None)
-    result: Tensor = _Tiled.apply(view, part, compute, tile, contexts[0], *trained)
+    result: Tensor = _TiledMlp.apply(view, part, compute, tile, contexts[0], *trained)
     return result
 
 
@@ -59,7 +59,7 @@ def _list_trained(part: nn.Module) -> list[Trained]:
 
 @contextmanager
 def _read_leaves(trained: Sequence[Trained]) -> Iterator[list[Tensor]]:
-    """Make modules read leaf copies of their weights within the block, to keep a tile's gradients out of the graph."""
+    """Make modules read leaf copies of their weights within the block, which keeps tile gradients out of the graph."""
     leaves = [tensor.detach().requires_grad_() for *_, tensor in trained]
     views = [vars(module).get(name) for module, name, _ in trained]
     for (module, name, _), leaf in zip(trained, leaves, strict=True):
@@ -92,7 +92,7 @@ def _compute_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, tile: int) ->
 
 
 class _KeepInput(torch.autograd.Function):
-    """Returns x and saves it for `_Tiled` in the context, which is appended to `contexts`."""
+    """Returns x unchanged, saves it for `_TiledMlp`, and appends its own context to `contexts`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, contexts: list[Any], _: Tensor | None) -> Tensor:
@@ -106,8 +106,8 @@ class _KeepInput(torch.autograd.Function):
         return grad, None, None
 
 
-class _Tiled(torch.autograd.Function):
-    """Runs `compute` on tiles of x, which the context of `_KeepInput` keeps."""
+class _TiledMlp(torch.autograd.Function):
+    """Runs `compute` on tiles of x, which only the context of `_KeepInput` saves."""
 
     @staticmethod
     def forward(
