@@ -14,7 +14,7 @@ from PIL import Image
 from tests.unit.test_report import make_two
 from trainer.monitor.report.recorded import record_times
 from trainer.monitor.report.sample_images import save_sample_image
-from trainer.monitor.report.together import write_page_of_runs
+from trainer.monitor.report.together import write_comparison_page
 from trainer.monitor.report.write import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -53,7 +53,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     runs = make_two(folder)
     record_times(runs[0], {"start": 5.0, "steps": 60.0, "save": 1.0}, resumes=False)
-    return {"one": write_report(runs[0]), "several": write_page_of_runs(runs, folder / "runs.html")}
+    return {"one": write_report(runs[0]), "several": write_comparison_page(runs, folder / "runs.html")}
 
 
 @pytest.mark.parametrize("name", ["one", "several"])

@@ -20,7 +20,7 @@ from trainer.commands import push
 from trainer.commands.push import read_records, stage_files
 from trainer.config import LoraSection
 from trainer.config.files import read_json
-from trainer.monitor.report.model_card import MARKER, PEFT_PLACEHOLDER, public_name
+from trainer.monitor.report.model_card import MARKER, OLD_MARKER, PEFT_PLACEHOLDER, public_name
 from trainer.tasks.language import LanguageTask
 
 ROOT = Path(__file__).parent.parent.parent
@@ -116,7 +116,7 @@ def test_a_card_that_a_person_wrote_is_kept_and_others_are_written_anew(run_dir:
     card = run_dir / "README.md"
     assert PEFT_PLACEHOLDER in card.read_text()
     for number, (before, kept) in enumerate(
-        ((None, False), (f"old\n{MARKER}\n", False), ("# My own\n\n50 % better!\n", True))
+        ((None, False), (f"old\n{MARKER}\n", False), (f"{OLD_MARKER}\n", False), ("# My own\n\n50 % better!\n", True))
     ):
         if before is not None:
             card.write_text(before)

@@ -20,7 +20,7 @@ from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, SourceSection
 from trainer.config.model_sections import ModelSection
 from trainer.data.cache import PreparedData, prepare_data
-from trainer.data.formats import find_shape
+from trainer.data.formats import detect_format
 from trainer.data.records import Text, Turns, read_record
 from trainer.data.samples import Samples
 from trainer.model.base import load_tokenizer
@@ -307,8 +307,8 @@ others = st.dictionaries(st.sampled_from(TEXT_FIELDS), text | odd, max_size=3)
 @tries(300)
 def test_every_text_of_a_record_is_used_or_reported(record: dict[str, Any], has_chat_template: bool) -> None:
     def read() -> Turns | Text:
-        shape = find_shape(SourceSection(), list(record), record, "dataset", has_chat_template=has_chat_template)
-        return read_record(record, shape, "record 1")
+        fmt = detect_format(SourceSection(), list(record), record, "dataset", has_chat_template=has_chat_template)
+        return read_record(record, fmt, "record 1")
 
     example = or_refused(read)
     if example is not None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.any_input import or_refused, tries, value_at
 from trainer.config import RunConfig, dump_yaml, load_config
-from trainer.config.messages import setting_names, setting_type
+from trainer.config.messages import list_setting_names, setting_type
 from trainer.config.types import AUTO
-from trainer.config.values import accepted_types, accepted_words, is_text
+from trainer.config.values import accepted_types, is_text, list_choices
 
 BASE = "base_model: m\noutput_dir: runs/x\ndataset:\n  path: d.jsonl\n"
-NAMES = setting_names()
+NAMES = list_setting_names()
 TEXTS = [name for name in NAMES if is_text(setting_type(name))]
 PATHS = {"base_model", "output_dir", "model.tokenizer", "lora.adapter_path", "dataset.path", "dataset.cache_dir"}
 NUMBER = re.compile(r"[-+]?[0-9]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -56,7 +56,7 @@ python_values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(scalars | st.integers(), inner, max_size=3)),
     max_leaves=5,
 )
-word_values = st.sampled_from(sorted({word for name in NAMES for word in accepted_words(setting_type(name))}))
+word_values = st.sampled_from(sorted({word for name in NAMES for word in list_choices(setting_type(name))}))
 
 
 @pytest.fixture(scope="module")

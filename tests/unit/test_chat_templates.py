@@ -21,10 +21,10 @@ from tests.unit.test_data_chat import THINKING, trained_texts
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import LOST_REASONING, LOST_SYSTEM, ChatEncoder, find_chat_template, render_prompt
-from trainer.data.formats import Shape
+from trainer.data.formats import RecordFormat
 from trainer.data.marks import TURN_KEY, mark_template, read_marks
 from trainer.data.records import Turns, read_record
-from trainer.data.tokens import LOST_END, Encoded
+from trainer.data.tokens import LOST_END, EncodedDocument
 from trainer.model.answers import find_end_of_turn
 
 TURNS = CONVERSATIONS["turns"]
@@ -44,7 +44,7 @@ def tools_of(name: str, talk: str) -> list[dict[str, Any]] | None:
     return [TOOL] if talk in ("tools", "call") and "tools" in re.sub("tools?_", "", source(name)) else None
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **more: Any) -> Encoded:
+def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **more: Any) -> EncodedDocument:
     tools, variables = more.pop("tools", None), more.pop("variables", {})
     encoder = ChatEncoder(tokenizer, tokenizer.chat_template, more.pop("train_on", ("assistant",)), None, variables)
     return encoder.encode([Turns(messages, tools, **more)], ["record 1"])[0]
@@ -183,7 +183,7 @@ def test_all_text_is_trained_masked_or_reported(
 @pytest.mark.parametrize("name", NAMES)
 def test_content_in_parts_is_trained_as_text(name: str) -> None:
     messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in TURNS]
-    example = read_record({"messages": messages}, Shape("messages", {"messages": "messages"}), "record 1")
+    example = read_record({"messages": messages}, RecordFormat("messages", {"messages": "messages"}), "record 1")
     tokenizer = tokenizer_of(name)
     assert isinstance(example, Turns)
     assert trained_texts(tokenizer, encode(tokenizer, example.messages)) == EXPECTED[name]["turns"]
@@ -375,7 +375,7 @@ def test_arguments_and_content_in_the_form_that_the_template_writes(as_text: boo
     arguments: dict[str, Any] = {"city": "Köln", "unit": None}
     function = {"name": "weather", "arguments": json.dumps(arguments) if as_text else arguments}
     record = {"messages": [turn("user", "Rain?"), {"role": "assistant", "tool_calls": [{"function": function}]}]}
-    example = read_record(record, Shape("messages", {"messages": "messages"}), "record 1")
+    example = read_record(record, RecordFormat("messages", {"messages": "messages"}), "record 1")
     assert isinstance(example, Turns)
     for template, written in (
         (JOINED, 'weather {"city": "Köln", "unit": null}<|im_end|>'),

@@ -8,7 +8,7 @@ import yaml
 from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
 from trainer.config.aliases import ADVICE, ALIASES
-from trainer.config.messages import setting_names
+from trainer.config.messages import list_setting_names
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -114,7 +114,7 @@ def test_a_setting_instead_of_a_file_is_reported() -> None:
 
 
 def test_every_other_name_leads_to_a_setting() -> None:
-    settings = set(setting_names())
+    settings = set(list_setting_names())
     sections = {"dataset.evaluation"}
     assert {ours for ours in ALIASES.values() if ours not in settings | sections} == set()
     assert settings.isdisjoint(ALIASES) and set(ADVICE).isdisjoint(settings | set(ALIASES))

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from trainer.config.messages import setting_names
+from trainer.config.messages import list_setting_names
 from trainer.config.settings_reference import build_json_schema, format_reference
 
 
 def test_every_setting_has_its_entry() -> None:
     heads = {line.split(":")[0] for line in format_reference(100).splitlines() if line and line[0] not in " #"}
-    assert heads == set(setting_names())
+    assert heads == set(list_setting_names())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

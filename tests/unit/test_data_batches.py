@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import UserError
 from trainer.data.batches import IGNORED, Batches, MicroBatch, StreamBatches, collate, evaluation_batches, merge_batches
-from trainer.data.grouping import best_fit
+from trainer.data.grouping import pack_best_fit
 from trainer.data.samples import Sample, Samples, SampleStream, join_samples
 from trainer.data.step_count import steps_per_epoch
 
@@ -48,18 +48,21 @@ def documents_of(batch: MicroBatch) -> list[int]:
 
 
 def test_best_fit_by_hand() -> None:
-    assert best_fit([6, 3, 4, 7, 5, 5], 10) == [[0, 2], [1, 3], [4, 5]]
-    assert best_fit([6, 8, 2], 10) == [[0], [1, 2]]  # 2 goes where it fits best, not first or where there is most room
-    assert best_fit([], 10) == []
+    assert pack_best_fit([6, 3, 4, 7, 5, 5], 10) == [[0, 2], [1, 3], [4, 5]]
+    assert pack_best_fit([6, 8, 2], 10) == [
+        [0],
+        [1, 2],
+    ]  # 2 goes where it fits best, not first or where there is most room
+    assert pack_best_fit([], 10) == []
     with pytest.raises(ValueError, match="document of 11 tokens exceeds the capacity 10"):
-        best_fit([3, 11], 10)
+        pack_best_fit([3, 11], 10)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_best_fit_against_a_search_of_all_packs(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 50) for _ in range(300)]
-    packs = best_fit(lengths, 64)
+    packs = pack_best_fit(lengths, 64)
     assert sorted(index for pack in packs for index in pack) == list(range(300))
     assert all(sum(lengths[index] for index in pack) <= 64 for pack in packs)
     assert [pack[0] for pack in packs] == sorted(pack[0] for pack in packs)

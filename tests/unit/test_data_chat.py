@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from tests.tiny import CHATML
 from trainer.config import UserError
 from trainer.data.conversations import ChatEncoder, find_chat_template
-from trainer.data.formats import Shape
+from trainer.data.formats import RecordFormat
 from trainer.data.records import Text, Turns, read_record
-from trainer.data.tokens import Encoded, encode_spans, encode_texts
+from trainer.data.tokens import EncodedDocument, encode_spans, encode_texts
 
 # A system prompt of its own, written with the first turn.
 DEFAULT_SYSTEM = (
@@ -119,7 +119,7 @@ TALK = [
 ]
 
 
-def trained_texts(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+def trained_texts(tokenizer: PreTrainedTokenizerBase, encoded: EncodedDocument) -> list[str]:
     """The trained tokens, run by run, as text."""
     runs: list[list[int]] = [[]]
     for token, trained in zip(encoded.input_ids, encoded.trained, strict=True):
@@ -138,7 +138,7 @@ def encode(
     train_on: tuple[str, ...] = ("assistant",),
     system_prompt: str | None = None,
     **turns: Any,
-) -> Encoded:
+) -> EncodedDocument:
     encoder = ChatEncoder(tokenizer, template, train_on, system_prompt)
     return encoder.encode([Turns(messages, **turns)], ["record 1"])[0]
 
@@ -241,7 +241,7 @@ def test_many_at_once_are_each_as_alone(tokenizer: PreTrainedTokenizerBase) -> N
     chats = [Turns(TALK), Turns(TALK[1:3]), Turns([]), Turns(TALK[1:])]
     together = encoder.encode(chats, ["r"] * 4)
     assert together == [encoder.encode([chat], ["r"])[0] for chat in chats]
-    assert together[2] == Encoded([], [])
+    assert together[2] == EncodedDocument([], [])
 
 
 @pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, BRACKETS])
@@ -403,7 +403,7 @@ def test_fields_of_calls_and_parts_that_are_not_used_are_reported(
     turn: dict[str, Any], unread: tuple[str, ...]
 ) -> None:
     record = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **turn}]}
-    example = read_record(record, Shape("messages", {"messages": "messages"}), "record 1")
+    example = read_record(record, RecordFormat("messages", {"messages": "messages"}), "record 1")
     assert example.unread == unread
 
 
@@ -414,4 +414,4 @@ def test_a_part_that_is_not_text_is_refused_although_it_has_a_text(kind: str) ->
     )
     record = {"messages": [{"role": "user", "content": [{"type": kind, "text": ""}, {"type": "text", "text": "hi"}]}]}
     with pytest.raises(UserError, match=problem):
-        read_record(record, Shape("messages", {"messages": "messages"}), "record 1")
+        read_record(record, RecordFormat("messages", {"messages": "messages"}), "record 1")

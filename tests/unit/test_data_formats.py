@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.config import SourceSection, UserError
-from trainer.data.formats import find_shape
+from trainer.data.formats import detect_format
 from trainer.data.pairs import read_pair, read_unpaired
 from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, find_prompt_form, read_record
 
@@ -20,8 +20,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 def read(record: dict[str, Any], *, has_chat_template: bool = True, **settings: Any) -> Turns | Text:
     source = SourceSection(path="data.jsonl", **settings)
-    shape = find_shape(source, list(record), record, "dataset", has_chat_template=has_chat_template)
-    return read_record(record, shape, "dataset.path=data.jsonl, record 1")
+    fmt = detect_format(source, list(record), record, "dataset", has_chat_template=has_chat_template)
+    return read_record(record, fmt, "dataset.path=data.jsonl, record 1")
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
@@ -240,13 +240,17 @@ def test_reads(name: str) -> None:
 def test_records_of_the_guide_are_read_whole_as_the_format_they_are_shown_for() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide" / "data.md").read_text()
     records = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", guide, re.DOTALL)]
-    shapes = [find_shape(SourceSection(path="x"), [*record], record, "x", has_chat_template=True) for record in records]
+    formats = [
+        detect_format(SourceSection(path="x"), [*record], record, "x", has_chat_template=True) for record in records
+    ]
     paired = ["preference", "unpaired"]
     expected = ["messages", "messages", "sharegpt", "alpaca", *["prompt_completion"] * 2, "completion", *paired]
-    assert [shape.format for shape in shapes] == expected
+    assert [fmt.name for fmt in formats] == expected
     assert [read(record).unread for record in records[:-2]] == [()] * (len(expected) - 2)
-    pair = read_pair(records[-2], shapes[-2], "x", None)
-    assert (pair.margin, pair.unread) == (0.5, ()) and read_unpaired(records[-1], shapes[-1], "x", None)[0].unread == ()
+    pair = read_pair(records[-2], formats[-2], "x", None)
+    assert (pair.margin, pair.unread) == (0.5, ()) and read_unpaired(records[-1], formats[-1], "x", None)[
+        0
+    ].unread == ()
     assert isinstance(read(records[4]), Turns) and isinstance(read(records[5]), Text)
     with_tools = read(records[1])
     assert isinstance(with_tools, Turns) and with_tools.tools
@@ -297,10 +301,10 @@ def test_knows_what_it_did_not_read(name: str) -> None:
 )
 def test_the_form_of_prompts(record: dict[str, Any], settings: dict[str, Any], form: str | None) -> None:
     source = SourceSection(path="data.jsonl", **settings)
-    shape = find_shape(source, list(record), record, "dataset", has_chat_template=False)
-    assert find_prompt_form(shape, record) == form
+    fmt = detect_format(source, list(record), record, "dataset", has_chat_template=False)
+    assert find_prompt_form(fmt, record) == form
     if form not in (None, PLAIN_TEXT) and "r" not in record:
-        example = read_record(record, shape, "", "S")
+        example = read_record(record, fmt, "", "S")
         assert isinstance(example, Text) and form is not None
         assert example.prompt == form.format(system="S\n\n", prompt="a")
 
@@ -315,7 +319,7 @@ def test_the_form_of_prompts(record: dict[str, Any], settings: dict[str, Any], f
 )
 def test_says_what_it_found(record: dict[str, Any], note: str) -> None:
     source = SourceSection(path="data.jsonl")
-    assert find_shape(source, list(record), record, "dataset", has_chat_template=True).note == note
+    assert detect_format(source, list(record), record, "dataset", has_chat_template=True).note == note
 
 
 OFF: list[tuple[str, Any]] = [

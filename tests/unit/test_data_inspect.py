@@ -107,7 +107,7 @@ def test_a_stream_is_shown_by_its_first_samples(capsys: pytest.CaptureFixture[st
     ("override", "warning"),
     [
         ("dataset.train_on=all", "100 % of the tokens are trained"),
-        ("dataset.max_length=40", "are cut at dataset.max_length=40"),
+        ("dataset.max_length=40", "are truncated to fit dataset.max_length=40"),
         (
             'dataset.chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"',
             "20 of 20 records have no token that ends the last answer",

@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "lists on lines": ("a.jsonl", '["a", "b"]\n["c", "d"]\n', ("line 1 of a.jsonl is a list, not a record",)),
     "a list of texts": ("a.json", '["a", "b"]', ("item 1 of a.json is text, not a record",)),
     "a list of lists": ("a.json", "[[1, 2], [3]]", ("item 1 of a.json is a list, not a record",)),
-    "a list with a hole": ("a.json", json.dumps([PAIR, None]), ("item 2 of a.json is nothing, not a record",)),
+    "a list with a hole": ("a.json", json.dumps([PAIR, None]), ("item 2 of a.json is null, not a record",)),
     "a text": ("a.json", '"hello"', ("a.json is text, not a record",)),
     "a list that is cut": ("a.json", json.dumps([PAIR, PAIR], indent=1)[:-6], ("of a.json is not JSON",)),
     "single quotes": ("a.jsonl", "{'text': 'a'}\n" + LINE, ("line 1 of a.jsonl is not JSON",)),

@@ -14,7 +14,7 @@ from launcher.importing.command import format_yaml, read_foreign, translate_argu
 from launcher.importing.translation import Table
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.messages import setting_names
+from trainer.config.messages import list_setting_names
 
 AXOLOTL = """\
 base_model: org/small
@@ -337,7 +337,7 @@ def test_scripts_that_train_otherwise_are_refused(script: str) -> None:
 
 @pytest.mark.parametrize("table", [axolotl.KEYS, llamafactory.KEYS, trl.KEYS])
 def test_every_row_leads_to_a_setting(table: Table) -> None:
-    assert {key.to for key in table.values()} - {""} <= set(setting_names())
+    assert {key.to for key in table.values()} - {""} <= set(list_setting_names())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from launcher.commands import main as zerolora
 from tests.tiny import make_model, write_chats
 from trainer.config import UserError, load_config
 from trainer.config.errors import LONGEST_LINE, MAX_LINES, UserErrors, one_line
-from trainer.config.messages import setting_names
+from trainer.config.messages import list_setting_names
 from trainer.setup.preflight import prepare
 
 LONG = {
@@ -59,7 +59,7 @@ def assert_bounded(lines: list[str], about: str) -> None:
 
 @pytest.mark.parametrize("kind", LONG)
 def test_a_long_value_of_any_setting(kind: str, config: Path) -> None:
-    for name in setting_names()[:: 1 if kind in ("word", "words", "path", "digits") else 7]:
+    for name in list_setting_names()[:: 1 if kind in ("word", "words", "path", "digits") else 7]:
         lines = lines_of(lambda name=name: load_config(config, [f"{name}={LONG[kind]}"]))  # type: ignore[misc]
         assert_bounded(lines, name)
         named = [line for line in lines if "more mistakes, listed when" not in line]

@@ -8,7 +8,7 @@ from trainer.data.batches import MicroBatch
 from trainer.model.adapter import apply_adapter, build_lora_config
 from trainer.model.base import empty_model, load_model_config
 from trainer.monitor.hooks import FinishedStep
-from trainer.monitor.mfu import MfuMeter, StepFlops, peak_flops
+from trainer.monitor.mfu import MfuMeter, StepFlops, find_peak_flops
 
 HIDDEN, INNER, LAYERS, KV, VOCABULARY, R = 64, 128, 2, 32, 384, 4
 FROZEN = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * INNER)
@@ -102,7 +102,7 @@ def test_experts_count_by_how_many_a_token_visits() -> None:
     ],
 )
 def test_peaks(card: str, precision: str, peak: float | None) -> None:
-    assert peak_flops(card, precision) == (pytest.approx(peak) if peak else None)
+    assert find_peak_flops(card, precision) == (pytest.approx(peak) if peak else None)
 
 
 def test_steps_may_overlap() -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from trainer.config import UserError, load_config
 from trainer.config.errors import Mistake, UserErrors
-from trainer.config.messages import setting_names
+from trainer.config.messages import list_setting_names
 from trainer.config.scu_flags import build_settings, load_flags, parse
 
 GOOD: dict[str, Any] = {"base_model": "some/model", "output_dir": "runs/x", "dataset.path": "data.jsonl"}
@@ -60,7 +60,7 @@ def test_a_wrong_setting_hides_no_other_mistake(tmp_path: Path, wrong: str, comb
 
 def test_two_independent_mistakes_are_always_two_lines(tmp_path: Path) -> None:
     """Each two neighbouring settings are wrong in a file with eight invalid combinations of others."""
-    names = setting_names()
+    names = list_setting_names()
     combined = {name: value for given, _ in COMBINATIONS for name, value in given.items()}
     for wrong in zip(names, names[1:] + names[:1], strict=True):
         # No setting accepts this; a map of any keys refuses its value, or is given as a number.

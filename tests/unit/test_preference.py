@@ -323,7 +323,10 @@ def test_long_prompts_are_cut_and_answers_never(ground: Path) -> None:
     documents, lines, tokenizer = pairs_of(ground, long, PAIR, dataset__max_length=48)
     assert sum(len(document.input_ids) for document in documents[:2]) <= 48
     assert [trained_text(document, tokenizer)[1].strip() for document in documents[:2]] == list(TEXT[1:])
-    assert any("are cut at dataset.max_length=48, and lose the beginning of their prompts" in line for line in lines)
+    assert any(
+        "are truncated to fit dataset.max_length=48 by removing the beginning of their prompts" in line
+        for line in lines
+    )
     endless = {"prompt": "red", "chosen": "cat " * 60, "rejected": "blue dog"}
     documents, lines, _ = pairs_of(ground, endless, PAIR, dataset__max_length=48)
     assert len(documents) == 2
@@ -390,7 +393,7 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
         ),
         ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs only train their answers"),
         ({"adapter": "none"}, "adapter=none: the loss needs a reference, which is the model without its adapter"),
-        ({"lora__init": "pissa"}, "lora.init=pissa: changes the base, which is the reference"),
+        ({"lora__init": "pissa"}, "lora.init=pissa: changes the base model, which is the reference"),
         (
             {"lora__adapter_path": "/nowhere"},
             "lora.adapter_path=/nowhere: is also the reference, which must be computed before",

@@ -19,8 +19,8 @@ from trainer.monitor.report.charts import build_charts, render_chart
 from trainer.monitor.report.curves import extract_series, running_mean
 from trainer.monitor.report.model_card import build_model_card
 from trainer.monitor.report.recorded import read_times, record_examples, record_times
-from trainer.monitor.report.together import write_page_of_runs
-from trainer.monitor.report.write import record_answer, training_seconds, write_report
+from trainer.monitor.report.together import write_comparison_page
+from trainer.monitor.report.write import record_answer, sum_training_seconds, write_report
 
 STEPS = 80
 
@@ -236,7 +236,7 @@ def test_runs_on_pictures_have_their_own_words(tmp_path: Path) -> None:
     for run in runs:
         lines = (run / "metrics.jsonl").read_text().replace("tokens_per_second", "images_per_second")
         (run / "metrics.jsonl").write_text(lines.replace("train/tokens", "train/images"))
-    both = write_page_of_runs(runs, tmp_path / "both.html").read_text()
+    both = write_comparison_page(runs, tmp_path / "both.html").read_text()
     assert "<td>101.00 images/s</td>" in both and "mean squared error" in both and "nats" not in both
     words = write_report(runs[0]).read_text()
     assert "images/s per rank" in words and "<th>images</th>" in words and "nats" not in words
@@ -339,9 +339,9 @@ def test_pauses_between_interruption_and_resumption_are_no_training_time() -> No
     trained = [record(1, 0.0), record(2, 2.0), record(3, 4.0)]
     slow_evaluation: dict[str, float | None] = {"step": 3, "time": 1804.0, "eval/loss": 1.0}
     resumed = [record(4, 90_000.0), record(5, 90_002.0)]
-    assert training_seconds(trained) == 4.0
-    assert training_seconds([*trained, slow_evaluation]) == 1804.0
-    assert training_seconds([*trained, *resumed]) == 6.0
+    assert sum_training_seconds(trained) == 4.0
+    assert sum_training_seconds([*trained, slow_evaluation]) == 1804.0
+    assert sum_training_seconds([*trained, *resumed]) == 6.0
 
 
 def test_the_running_mean_neither_lags_nor_spreads_nan() -> None:
@@ -487,7 +487,7 @@ def test_runs_are_sorted_by_their_held_out_loss(tmp_path: Path) -> None:
     runs = make_two(tmp_path)
     better = (runs[1] / "metrics.jsonl").read_text().replace('"eval/loss": 2.0', '"eval/loss": 1.8')
     (runs[1] / "metrics.jsonl").write_text(better)
-    page = write_page_of_runs(runs, tmp_path / "both.html").read_text()
+    page = write_comparison_page(runs, tmp_path / "both.html").read_text()
     assert "<title>2 runs: two · one</title>" in page
     assert page.index("<h2>Results") < page.index("<h2>Loss")
     assert re.findall(r"<th><i class=run\d></i>(\w+)</th>", page) == ["two", "one"]

@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "dataset.path=${DATA": ("write ${NAME}",),
     # bounds
     "lora.r=100000": ("lora.r=100000: must be 32768 or less",),
-    "training.max_steps=1e30": ("training.max_steps=1e+30: must be a whole number of fewer digits",),
+    "training.max_steps=1e30": ("training.max_steps=1e+30: must be a whole number with fewer digits",),
     "training.epochs=1e9": ("training.epochs=1000000000.0: must be 100000 or less",),
     "training.batch_size=1000000": ("training.batch_size=1000000: must be 65536 or less",),
     "training.learning_rate=1e6": ("training.learning_rate=1000000.0: must be 1 or less",),

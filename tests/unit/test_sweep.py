@@ -244,7 +244,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_table([str(folder)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["1", "r=16", "2.4000", "3", "done"]
-    assert lines[3].split() == ["r=32", "-", "0", "ended", "with", "1"]
+    assert lines[3].split() == ["r=32", "-", "0", "exit", "code", "1"]
     page = (folder / "sweep.html").read_text()
     assert "r=8 · r=16" in page and "r=32" not in page and "<h2>Loss" in page
     assert show_table(["elsewhere"]) == 2 and "elsewhere: has no sweep.json" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from tests.unit.test_data_chat import trained_texts
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.conversations import render_prompt
 from trainer.data.documents import DocumentEncoder
-from trainer.data.formats import find_shape
+from trainer.data.formats import detect_format
 from trainer.data.samples import Sample
 
 END = "<|im_end|>"
@@ -29,8 +29,8 @@ EMPTY = "<think>\n\n</think>\n\n"
 def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Any], more: Any = None, **settings: Any) -> Sample:
     """Return the document of a record, through the columns of the cache."""
     encoder, record = DocumentEncoder(tokenizer, DatasetSection(**settings)), {"messages": messages, **(more or {})}
-    shape = find_shape(SourceSection(), list(record), record, "dataset", has_chat_template=True)
-    columns = encoder.encode_rows([record], 0, shape, "dataset")
+    fmt = detect_format(SourceSection(), list(record), record, "dataset", has_chat_template=True)
+    columns = encoder.encode_rows([record], 0, fmt, "dataset")
     return Sample(columns["input_ids"][0], columns["weights"][0] or columns["trained"][0], [columns["length"][0]])
 
 

@@ -14,8 +14,8 @@ from launcher.importing.command import format_yaml, translate_arguments
 from tests import runs_in_process
 from trainer.config import LoadedConfig, RunConfig, UserError, dump_yaml, load_config
 from trainer.config.checks import RULES
-from trainer.config.messages import section_at, setting_names
-from trainer.config.needs import Needs, declared_needs
+from trainer.config.messages import find_section, list_setting_names
+from trainer.config.needs import Needs, list_needs
 from trainer.config.types import Section
 
 BASE: dict[str, Any] = {"base_model": "model", "output_dir": "run", "dataset": {"path": "data.jsonl"}}
@@ -31,7 +31,7 @@ WITHOUT_EFFECT = {
     "training.early_stopping_threshold=0.1": ("early_stopping_threshold=0.1", "training.early_stopping is not set"),
     "training.resume_changes=[seed]": ("training.resume_changes", "training.resume_from_checkpoint is not set"),
     "training.eval_batch_size=2": ("training.eval_batch_size=2", "dataset.val_split and dataset.evaluation"),
-    "dataset.revision=main": ("dataset.revision=main", "dataset.path is data.jsonl", "a name on the hub"),
+    "dataset.revision=main": ("dataset.revision=main", "dataset.path is data.jsonl", "a Hub ID"),
     "dataset.name=en": ("dataset.name=en", "dataset.path is data.jsonl"),
     "dataset.weight=2": ("dataset.weight=2", "dataset.mix"),
     "dataset.path=null dataset.mix=[{path: a}] dataset.format=alpaca": (
@@ -157,10 +157,10 @@ def recorded_reads() -> Iterator[set[tuple[str, str]]]:
 def needs_of(name: str) -> tuple[Needs, ...]:
     """Return the declared needs of a setting and of its section."""
     *above, last = name.split(".")
-    section = section_at(above)
+    section = find_section(above)
     assert section is not None
-    own = declared_needs(section, last, ".".join([*above, ""]))
-    return (declared_needs(RunConfig, above[0]) if above else ()) + own
+    own = list_needs(section, last, ".".join([*above, ""]))
+    return (list_needs(RunConfig, above[0]) if above else ()) + own
 
 
 def test_settings_are_read_exactly_while_their_declared_needs_are_met(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_settings_are_read_exactly_while_their_declared_needs_are_met(tmp_path: 
     classes = {type(getattr(config, name)).__name__: f"{name}." for name in RunConfig.model_fields}
     read = {classes.get(section, "") + name for section, name in seen}
     assert read >= READ_WITHOUT_EFFECT - CHECKED
-    for name in setting_names():
+    for name in list_setting_names():
         is_met = all(need.is_met(config, name) for need in needs_of(name))
         if is_met and not name.startswith("tier."):  # those are limits of `zerolora tier`
             assert name in read | READ_ELSEWHERE, f"{name}: nothing reads it; declare what it needs"
@@ -180,12 +180,12 @@ def test_settings_are_read_exactly_while_their_declared_needs_are_met(tmp_path: 
 
 
 def test_every_declared_switch_exists_and_takes_the_values() -> None:
-    for name in setting_names():
+    for name in list_setting_names():
         for need in needs_of(name):
             assert [switch for switch in need.switch.split() if not is_setting(switch)] == [], name
 
 
 def is_setting(name: str) -> bool:
     *above, last = name.split(".")
-    section = section_at(above)
+    section = find_section(above)
     return (section is not None and last in section.model_fields) or last == "mix"

@@ -1,7 +1,7 @@
-"""Read `adapters`: several adapters trained on one base in the same passes, each with its own settings.
+"""Read `adapters`: several adapters trained together on one base model, each with its own settings.
 
 An entry has a `name` and the settings that differ, in sections or under dotted names. `split_adapters` builds the
-configuration of each adapter, as for a separate run into a folder of that name below output_dir.
+configuration of each adapter, as for a separate run with the output folder output_dir/NAME.
 """
 
 import copy
@@ -25,7 +25,7 @@ PER_ADAPTER: tuple[str, ...] = tuple(RULES["settings_of_an_adapter"])
 
 
 def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistake]:
-    """Yield a mistake for each invalid or duplicate name, and for each setting that all adapters share."""
+    """Yield a mistake for each invalid or duplicate name, and each setting that must not differ between adapters."""
     names: set[str] = set()
     for index, entry in enumerate(adapters):
         name = entry.get("name")

@@ -18,7 +18,7 @@ Rank = Annotated[int, Field(gt=0)]
 
 
 class AdapterSettings(BaseModel):
-    """The keys that PEFT and zerolora rely on; others are not checked."""
+    """The keys that PEFT and zerolora rely on; other keys are not checked."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -41,7 +41,7 @@ class AdapterSettings(BaseModel):
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the LoRA adapter in a folder, without defaults.
 
-    Raises UserError if they are missing or damaged, or if the adapter is of another type.
+    Raises UserError if the settings file is missing or damaged, or if the adapter is not a LoRA adapter.
     """
     try:
         settings: AdapterSettings = read_json(folder / SETTINGS_FILE, AdapterSettings)

@@ -1,4 +1,4 @@
-"""Checks of combinations of settings, made before anything is loaded."""
+"""Check combinations of settings before the model and the data are loaded."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import MISSING_DATA, Mistake, UserError, join_choices, shown
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
-from trainer.config.needs import find_unused_settings, unused_mistake
+from trainer.config.needs import build_unused_mistake, find_unused_settings
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
@@ -58,7 +58,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
             yield replace(mistake, setting=f"adapters.{index}.{mistake.setting}") if is_in_entry else mistake
         for unused in find_unused_settings(run):
             if unused.name in names:
-                mistake = unused_mistake([unused], unused.need.reason(run))
+                mistake = build_unused_mistake([unused], unused.need.reason(run))
                 yield replace(mistake, setting=f"adapters.{index}.{unused.name}")
     if config.adapters:
         yield from _find_unequal_layouts(config)
@@ -82,7 +82,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
 
 
 def flatten_entry(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every setting of an entry, under our names."""
+    """Yield the dotted name and the value of every setting of an entry in `adapters`, with aliases resolved."""
     for key, value in entry.items():
         dotted = prefix + str(key)
         if isinstance(value, dict) and (prefix + str(key)) in RunConfig.model_fields:
@@ -106,7 +106,7 @@ def find_feature_problem(feature: Literal["graphs", "tiles"], config: RunConfig)
 
 
 def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each setting that breaks a rule of rules.yaml, which documents the rule syntax."""
+    """Yield a mistake for each setting that breaks a rule in a section of rules.yaml, such as `graphs`."""
     for rule in RULES[group]:
         when, unless, only = (rule.get(name, {}) for name in ("when", "unless", "only"))
         if not all(_matches(config, name, values) for name, values in when.items()):
@@ -124,7 +124,7 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
 
 
 def _read_value(config: RunConfig, name: str) -> Any:
-    """Return the value of a setting, or one that is derived from settings."""
+    """Return the value of a setting or of a name in DERIVED."""
     if name in DERIVED:
         return DERIVED[name](config)
     value: Any = config

@@ -1,4 +1,4 @@
-"""Parse command lines: the argument parser of all commands, and `key=value` overrides typed as their settings."""
+"""Parse command lines: the argument parser of all commands, and `key=value` overrides of settings."""
 
 import argparse
 import re
@@ -18,9 +18,9 @@ _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Parse `name=value` into the typed name and the value; text values need no quotes.
+    """Split a `name=value` override and convert the value to the setting's type; strings need no quotes.
 
-    Raises UserError for any other form, and for brackets that are not closed.
+    Raises UserError if the override has another syntax or an unclosed bracket.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python represents bytes that are not UTF-8
         raise UserError(f"{text!a}: not UTF-8; write it in UTF-8")
@@ -83,7 +83,7 @@ Main = Callable[[list[str] | None], int | None]
 def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[..., int]]:
     """Decorate a command to return an exit code: 0 or its result, 2 for a user error, 1 for one of `failures`.
 
-    Errors are printed to stderr in one line.
+    Errors are printed to stderr on one line.
     """
 
     def decorate(main: Main) -> Callable[..., int]:
@@ -104,7 +104,7 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[...,
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser with the launcher's style: help in boxes, errors in one line with exit code 2."""
+    """Prints help in boxes and errors on one line (exit code 2), like the launcher's commands."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -125,9 +125,8 @@ class CommandParser(argparse.ArgumentParser):
 
         console = Console()
         arguments, options = self._get_positional_actions(), self._get_optional_actions()
-        counts = {
-            action.dest: getattr(action, "save_nargs", action.nargs) for action in arguments
-        }  # saved while intermixed
+        # parse_intermixed_args moves nargs to save_nargs.
+        counts = {action.dest: getattr(action, "save_nargs", action.nargs) for action in arguments}
         usage = [f"[{each.metavar}]..." if counts[each.dest] == "*" else f"{{{each.metavar}}}" for each in arguments]
         with console.capture() as capture:
             for text in (" ".join(["Usage:", self.prog, "[OPTIONS]", *usage]), self.description or ""):
@@ -147,7 +146,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(UserError.exit_code, f"error: {self.describe_error(message)}\n")
 
     def describe_error(self, message: str) -> str:
-        """Return argparse's message with a fix; for a setting typed as an option, the fix is the override."""
+        """Return argparse's message with a fix, such as the override to write if a setting was passed as an option."""
         message = re.sub(
             r"invalid (float|int) value: '(.*)'", lambda match: f"{match[2]}: {_NUMBERS[match[1]]}", message
         )

@@ -32,14 +32,14 @@ class SourceSection(Section):
     """A source of examples."""
 
     path: PathText | None = None
-    """A .jsonl, .json, .parquet, .csv or .txt file, a folder of them, either of these on an object store, such as
-    s3://bucket/data, or the name of a dataset on the hub."""
+    """A .jsonl, .json, .parquet, .csv or .txt file, a folder of such files, the URL of either on an object store, such
+    as s3://bucket/data, or the Hub ID of a dataset."""
     name: Annotated[str | None, _FROM_HUB, _UNMIXED] = None
     """Configuration (subset) of a hub dataset."""
     revision: Annotated[str | None, _FROM_HUB, _UNMIXED] = None
     """Branch, tag or commit of a hub dataset."""
     data_files: Annotated[Words, _UNMIXED] = ()
-    """Files of a folder or hub dataset to read instead of all: names or patterns such as part-*.jsonl."""
+    """Files to read from a folder or hub dataset, instead of all: names or patterns such as part-*.jsonl."""
     split: Annotated[str, _UNMIXED] = "train"
     """Split of a hub dataset or of a folder that has splits."""
     format: Annotated[Literal[
@@ -47,14 +47,14 @@ class SourceSection(Section):
     ], *_TEXT] = "auto"  # fmt: skip
     """Format of records; `auto` detects it by the field names and reports it."""
     fields: Annotated[dict[str, str], BeforeValidator(_check_names), _UNMIXED] = Field(default_factory=dict)
-    """Your names for a format's fields, such as {prompt: question, completion: answer}."""
+    """Names of the format's fields in your records, such as {prompt: question, completion: answer}."""
     roles: Annotated[
         dict[str, Words],
         BeforeValidator(_check_names),
         Needs(".format", ("messages", "sharegpt", "preference", "unpaired")),
         *_TEXT,
     ] = Field(default_factory=dict)
-    """Your names for the roles user, assistant, system and tool, such as {assistant: [agent, helper]}."""
+    """Names of the roles user, assistant, system and tool in your records, such as {assistant: [agent, helper]}."""
     template: Annotated[str | None, Needs(".format", ("custom",)), *_TEXT] = None
     """For `custom`: a prompt with {field} placeholders; `fields.completion` names the field of the completion."""
     template_without_input: Annotated[str | None, Needs(".template"), *_TEXT] = None
@@ -78,13 +78,13 @@ class DatasetSection(SourceSection):
     val_split: Annotated[float, Field(ge=0.0, le=1e9), BeforeValidator(_check_fraction_or_count)] = 0.0
     """Records held out for evaluation: a fraction up to 0.5, or a number (1 or more)."""
     on_bad_record: Annotated[Literal["stop", "skip"], LANGUAGE] = "stop"
-    """Reaction to a record that cannot be read or does not match its format. `stop` ends the run with exit code 2,
-    after saving a checkpoint if it is training. `skip` skips and counts such records."""
+    """Handling of records that cannot be read or do not match their format. `stop`: save a checkpoint if training has
+    started, and exit with code 2. `skip`: skip and count such records."""
     max_length: Annotated[int, Field(ge=1, le=2**24), LANGUAGE] = 2048
     """Maximum length of a sequence in tokens; longer sequences are cut at the end and counted. With packing, the length
     of a packed sequence. The default is the model's context if that is shorter."""
     too_long: Annotated[Literal["cut", "drop", "split"], LANGUAGE] = "cut"
-    """Treatment of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
+    """Handling of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
     to texts without a prompt and trains every token once; all other documents are then cut."""
     min_pixels: Annotated[Annotated[int, Field(ge=1, le=50_000_000)] | None, LANGUAGE] = None
     """Minimum size of an image in pixels (width x height); smaller images are scaled up. For models that take images of
@@ -99,11 +99,11 @@ class DatasetSection(SourceSection):
     `tokens`: sequences of similar length together, with about the same number of tokens in each micro-batch of a step,
     which reduces padding; the global batch stays the same."""
     train_on: Annotated[Words, LANGUAGE] = ("assistant",)
-    """Roles that are trained on: assistant, user, system, tool; `last`: only the last assistant turn; or `all` text."""
+    """Roles to train on: assistant, user, system, tool; `last`: only the last assistant turn; `all`: the whole text."""
     thinking: Annotated[Literal["train", "mask", "strip", "empty"], LANGUAGE] = "train"
     """Reasoning in assistant turns of conversations. `train`: train it as the chat template writes it; `mask`: keep it
-    and its tags, but do not train it; `strip`: remove it; `empty`: remove it, and answer after the empty thought of the
-    template's `enable_thinking: false`, in training and generation."""
+    and its tags, but do not train it; `strip`: remove it; `empty`: remove it, and begin answers with the template's
+    empty thinking block (`enable_thinking: false`), in training and generation."""
     system_prompt: Annotated[str | None, LANGUAGE] = None
     """System prompt for records without one: the first turn of conversations, the first lines of text prompts. A system
     turn in a record's list of turns takes precedence over its `system` field."""

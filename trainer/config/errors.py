@@ -1,4 +1,4 @@
-"""The exception for mistakes of the user, messages for pydantic's errors, and suggestions for mistyped names."""
+"""The exception for user errors, messages for pydantic's errors, and suggestions for mistyped names."""
 
 import errno
 import re
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, ValidationError
 from trainer.config.aliases import read_table
 
 PROBLEMS: dict[str, str] = read_table(Path(__file__).with_name("problems.yaml"))
-"""Messages for users by pydantic's type of error."""
+"""Error messages by pydantic's error type."""
 LONGEST_LINE = 1_000
 LONGEST_WORD = 300
 MAX_LINES = 100
@@ -49,7 +49,7 @@ def _shorten(text: str, limit: int) -> str:
 
 
 class UserError(Exception):
-    """Raised for a mistake in configuration, command line or data: shown on one line, exit code 2, nothing written."""
+    """Raised for a mistake in the configuration, command line or data; shown on one line, with exit code 2."""
 
     exit_code = 2
 
@@ -82,9 +82,9 @@ _PATH_FIXES = {
 
 
 def find_path_mistake(error: OSError) -> UserError | None:
-    """Convert an error about a path that is unreadable or impossible to a UserError; return None for other errors.
+    """Convert an OSError about permissions or an invalid path to a UserError; return None for other errors.
 
-    Any file operation may fail like this, so commands convert the error at the end instead of checking before each one.
+    Any file operation may raise such an error, so commands convert it in one place instead of checking every path.
     """
     fix = _PATH_FIXES.get(error.errno or 0)
     return None if fix is None or error.filename is None else UserError(f"{error.filename}: {error.strerror}; {fix}")

@@ -1,6 +1,6 @@
 """The settings of evaluation beyond the held-out loss; the text under a field is its documentation.
 
-Names of lm-eval tasks are searched in the text of lm-eval's files, because building its index takes 15 seconds.
+Task names are searched for in the text of lm-eval's files, because building its index takes 15 seconds.
 """
 
 import re
@@ -25,7 +25,7 @@ _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("
 
 
 class EvaluationSection(Section):
-    """Model scores, computed with the held-out loss: before and after training, and every `training.eval_steps`."""
+    """Model scores, computed with each held-out loss: before and after training, and every `training.eval_steps`."""
 
     tasks: Annotated[Words, _WRITES] = ()
     """Tasks of lm-eval: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""

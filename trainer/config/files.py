@@ -1,7 +1,7 @@
 """Read files that may be damaged: every problem raises UnreadableFile with a one-line message.
 
 Hostfiles and files of runs and models can be damaged, half copied or edited by hand. Every reader of such files uses
-this module and declares in `shape` the types that it relies on, so that no file causes a traceback.
+this module and passes the type that it relies on as `type_`, so that no file causes a traceback.
 """
 
 import json
@@ -71,7 +71,7 @@ def _read(path: Path, offset: int, count: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Return the content of a UTF-8 file without a byte-order mark; raises like `read_bytes`."""
+    """Return the content of a UTF-8 file, without a byte-order mark; raises the errors of `read_bytes`."""
     return decode_text(read_bytes(path, max_bytes), path)
 
 
@@ -85,37 +85,37 @@ def decode_text(content: bytes, path: Path) -> str:
         raise UnreadableFile(path, problem, "save it as UTF-8 text") from None
 
 
-def read_json(path: Path, shape: Any = dict[str, Any], max_bytes: int = MAX_TEXT_BYTES) -> Any:
-    """Return the JSON value in a file, checked against `shape`, any type that pydantic can validate.
+def read_json(path: Path, type_: Any = dict[str, Any], max_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """Return the JSON value in a file, validated as `type_`, which may be any type that pydantic supports.
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        UnreadableFile: if it cannot be read, is not JSON, or does not have that shape.
+        UnreadableFile: if it cannot be read, is not JSON, or does not have that type.
     """
-    return parse_json(read_bytes(path, max_bytes), path, shape)
+    return parse_json(read_bytes(path, max_bytes), path, type_)
 
 
-def find_json(path: Path, shape: Any, default: Any = None) -> Any:
+def find_json(path: Path, type_: Any, default: Any = None) -> Any:
     """Return the JSON value in a file, or `default` if the file is missing or unusable."""
     try:
-        return read_json(path, shape)
+        return read_json(path, type_)
     except (FileNotFoundError, UnreadableFile):
         return default
 
 
-def read_value(path: Path, dotted: str, shape: Any) -> Any:
-    """Return the value under a dotted name in a JSON file, checked against `shape`; raises like `read_json`."""
+def read_value(path: Path, dotted: str, type_: Any) -> Any:
+    """Return the value under a dotted name in a JSON file, validated as `type_`; raises the errors of `read_json`."""
     value = read_json(path)
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     try:
-        return check_shape(value, path, shape)
+        return check_shape(value, path, type_)
     except UnreadableFile as error:
         raise UnreadableFile(path, f"{dotted}: {error.problem}") from None
 
 
-def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Parse JSON that was read from `path` and check it against `shape`; raises UnreadableFile."""
+def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) -> Any:
+    """Parse JSON that was read from `path` and validate it as `type_`; raises UnreadableFile if it is invalid."""
     text = decode_text(content, path) if isinstance(content, bytes) else content
     try:
         value = json.loads(text)
@@ -126,13 +126,13 @@ def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) ->
         raise UnreadableFile(path, problem) from None
     except ValueError as error:  # more digits than Python converts
         raise UnreadableFile(path, f"is not JSON that can be read ({error})") from None
-    return check_shape(value, path, shape)
+    return check_shape(value, path, type_)
 
 
-def check_shape(value: Any, path: Path, shape: Any) -> Any:
-    """Validate a value read from `path` as `shape`; raises UnreadableFile with the first part that does not fit."""
+def check_shape(value: Any, path: Path, type_: Any) -> Any:
+    """Validate a value read from `path` as `type_`; raises UnreadableFile that describes the first invalid part."""
     try:
-        return _type_adapter(shape).validate_python(value)
+        return _build_type_adapter(type_).validate_python(value)
     except ValidationError as error:
         raise UnreadableFile(path, describe_first(error)) from None
     except RecursionError:
@@ -164,5 +164,5 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
 
 
 @lru_cache(maxsize=64)
-def _type_adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
+def _build_type_adapter(type_: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(type_)

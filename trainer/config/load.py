@@ -12,7 +12,7 @@ from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.checks import describe_unusual_settings
 from trainer.config.command_line import parse_override
 from trainer.config.errors import UserError, UserErrors
-from trainer.config.mistakes import UserSettings, replace_mistakes
+from trainer.config.mistakes import UserSettings, replace_invalid_settings
 from trainer.config.paths import is_remote, local_copy
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_text
@@ -33,7 +33,7 @@ def load_config(
 ) -> LoadedConfig:
     """Read a YAML file, apply `key.sub=value` overrides, and validate the result.
 
-    `with_lines=False` is for a file that the user did not write: messages do not name its lines.
+    With `with_lines=False`, for generated files, messages do not name lines of the file.
 
     Raises UserErrors with a message for every mistake: the setting, its value, the fix and the line of the file.
     """
@@ -69,7 +69,7 @@ def load_text(
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         mistakes.add_validation_errors(error)
-        config = replace_mistakes(tree, error)
+        config = replace_invalid_settings(tree, error)
     if config is not None and config.adapters:
         for mistake in split_adapters(config, tree):
             mistakes.add(mistake)
@@ -85,7 +85,7 @@ def load_text(
         settings.remove_unused(unused)
         config = RunConfig.model_validate(tree)
         list(split_adapters(config, tree))
-    assert config is not None, "pydantic refused it without a mistake"
+    assert config is not None, "pydantic rejected it without an error"
     return LoadedConfig(config, (*notes, *describe_unusual_settings(config)))
 
 

@@ -22,15 +22,15 @@ def describe_errors(error: ValidationError) -> list[Mistake]:
     alternatives: dict[tuple[str, ...], list[ErrorDetails]] = {}  # pydantic reports each alternative of a union
     for entry in entries:
         is_unknown = entry["type"] == "extra_forbidden"
-        path = map(str, entry["loc"]) if is_unknown else _follow(entry["loc"])[0]
+        path = map(str, entry["loc"]) if is_unknown else _follow_location(entry["loc"])[0]
         alternatives.setdefault(tuple(path), []).append(entry)
     return [_describe(path, *errors) for path, errors in alternatives.items()]
 
 
 def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -> Mistake:
     if error["type"] == "extra_forbidden":
-        return _unknown_setting(path)
-    name, value, section = ".".join(path), error["input"], section_at(path)
+        return _build_unknown_setting_mistake(path)
+    name, value, section = ".".join(path), error["input"], find_section(path)
     if not path:
         return Mistake(ascii(shown(value)), None, "unknown setting", _ALL_LISTED)
     if error["type"] == "missing" and path == ("dataset",):
@@ -48,8 +48,8 @@ def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -
         fix = "use dataset.mix for several sources" if name == "dataset.path" else "put it in quotes"
         return Mistake(name, value, f"must be text, not a {'list' if isinstance(value, list) else 'map'}", fix)
     if error["type"] in ("model_type", "model_attributes_type") and section:
-        return section_mistake(name, section, value)
-    problem, above = describe_problem(error), section_at(path[:-1])
+        return build_section_mistake(name, section, value)
+    problem, above = describe_problem(error), find_section(path[:-1])
     if value is True and above and (meaning := above.model_fields[path[-1]].description):
         problem += f" ({meaning.split('. ')[0].removesuffix('.')})"  # a switch in other trainers, but a number here
     allowed = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
@@ -60,18 +60,18 @@ def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -
     return Mistake(name, value, problem)
 
 
-def section_mistake(name: str, section: type[BaseModel], value: Any) -> Mistake:
+def build_section_mistake(name: str, section: type[BaseModel], value: Any) -> Mistake:
     """Return the mistake for a section that was set to a single value."""
     first = next(iter(section.model_fields))
     return Mistake(name, value, "must be a section", f"write `{name}.{first}=...` or `{first}:` below it")
 
 
-def _unknown_setting(path: Sequence[str]) -> Mistake:
+def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:
     """Return the mistake for an unknown name, with the nearest name in its section or, failing that, anywhere."""
     dotted, name = ".".join(path), path[-1]
-    settings = {setting: setting for setting in setting_names()} | ALIASES
+    settings = {setting: setting for setting in list_setting_names()} | ALIASES
     candidates = {key: setting for known, setting in settings.items() for key in (known, known.rsplit(".", 1)[-1])}
-    section, above = section_at(path[:-1]), ".".join(path[:-1])
+    section, above = find_section(path[:-1]), ".".join(path[:-1])
     section_aliases = {
         key.rpartition(".")[2]: ALIASES[key] for key in ALIASES if above and key.rpartition(".")[0] == above
     }
@@ -81,42 +81,37 @@ def _unknown_setting(path: Sequence[str]) -> Mistake:
         suggestion = section_aliases.get(close, ".".join([*path[:-1], close]))
     else:
         suggestion = candidates.get(nearest(name, candidates, 0.9) or "", "")
-    return Mistake(
-        dotted or "''",
-        None,
-        "unknown setting",
-        f"did you mean {suggestion}?" if suggestion else _ALL_LISTED,
-        suggestion,
-    )
+    fix = f"did you mean {suggestion}?" if suggestion else _ALL_LISTED
+    return Mistake(dotted or "''", None, "unknown setting", fix, suggestion)
 
 
 def suggest_override(option: str) -> str | None:
     """Return the override to write for a setting typed as an option, such as `training.epochs=VALUE`."""
     name = option.partition("=")[0].lstrip("-").replace("-", "_")
-    return f"{name}=VALUE" if name in {*setting_names(), *ALIASES} else None
+    return f"{name}=VALUE" if name in {*list_setting_names(), *ALIASES} else None
 
 
-def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+def list_setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
     """Return the dotted names of all settings, in order."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            names += setting_names(inner, f"{prefix}{name}.")
+            names += list_setting_names(inner, f"{prefix}{name}.")
         else:
             names.append(prefix + name)
     return names
 
 
-def section_at(path: Sequence[str]) -> type[BaseModel] | None:
+def find_section(path: Sequence[str]) -> type[BaseModel] | None:
     """Return the section at a dotted path, also in lists and optional sections; None if the path is not a section."""
-    return _follow(path)[1]
+    return _follow_location(path)[1]
 
 
-def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+def _follow_location(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
     """Return the parts of pydantic's location that the user wrote, and the section at that location or None.
 
-    The other parts name alternatives of a union, which are neither fields nor positions nor keys of a map.
+    The other parts name alternatives of a union; they are not fields, list indices or keys of a map.
     """
     section: type[BaseModel] | None = RunConfig
     path: list[str] = []
@@ -134,7 +129,7 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
 def setting_type(dotted: str) -> Any:
     """Return the type of a setting; None if it does not exist or accepts anything."""
     above, _, name = dotted.rpartition(".")
-    if section := section_at(above.split(".") if above else []):
+    if section := find_section(above.split(".") if above else []):
         return section.model_fields[name].annotation if name in section.model_fields else None
     kind = setting_type(above)
     return get_args(kind)[1] if get_origin(kind) is dict and get_args(kind)[1] is not Any else None

@@ -1,4 +1,4 @@
-"""Collect the mistakes of a configuration, sorted: the file's by line, then the command line's."""
+"""Collect the mistakes of a configuration: first those in the file, by line, then those on the command line."""
 
 import copy
 from collections.abc import Iterator, Mapping, Set
@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from trainer.config.aliases import ADVICE, ALIASES
 from trainer.config.checks import find_invalid_combinations
 from trainer.config.errors import Mistake, shown
-from trainer.config.messages import describe_errors, section_mistake, setting_names
-from trainer.config.needs import UnusedSetting, find_unused_settings, switch_value, unused_mistake
+from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
+from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, switch_value
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTIONS
 from trainer.config.zero import gathers_by_layer
@@ -96,7 +96,7 @@ class Mistakes:
         if config.zero.stage == 3 and config.zero.gather == "auto":
             gather = "layer" if gathers_by_layer(config) else "module"
             config = config.model_copy(update={"zero": config.zero.model_copy(update={"gather": gather})})
-        names = setting_names()
+        names = list_setting_names()
         for unused in find_unused_settings(config):
             section = unused.name.partition(".")[0]
             is_complete = all(self._is_configured(name) for name in names if name.startswith(f"{section}."))
@@ -104,15 +104,18 @@ class Mistakes:
                 continue
             if is_complete and unused.is_default:  # a run's record has all settings
                 continue
-            is_intended = is_complete or unused.need.replaces or self._is_switched_off(unused, config)
+            is_intended = is_complete or unused.need.replaces or self._is_switch_turned_off(unused, config)
             (intended if is_intended else mistaken).setdefault(unused.need.reason(config), []).append(unused)
-        return [unused_mistake(settings, reason) for reason, settings in mistaken.items()], intended
+        return [build_unused_mistake(settings, reason) for reason, settings in mistaken.items()], intended
 
     def _is_configured(self, dotted: str) -> bool:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
-    def _is_switched_off(self, unused: UnusedSetting, config: RunConfig) -> bool:
-        """Return whether the user turned a switch off, or overrode the switch of a setting that is in the file."""
+    def _is_switch_turned_off(self, unused: UnusedSetting, config: RunConfig) -> bool:
+        """Return whether the user turned off the switch of an unused setting.
+
+        Also true if the setting is in the file and its switch was overridden on the command line.
+        """
         is_in_file = not self._is_overridden(unused.name)
         return any(
             self._is_configured(name) and (not switch_value(config, name) or (is_in_file and self._is_overridden(name)))
@@ -127,7 +130,7 @@ class Mistakes:
         return sum(order[0] < 2 for order, _ in self._entries.values())
 
     def list_sorted(self) -> list[Mistake | str]:
-        """Return all mistakes: the file's by line, then the command line's."""
+        """Return all mistakes: first those in the file, by line, then those on the command line."""
         return [mistake for _, mistake in sorted(self._entries.values(), key=lambda entry: (entry[0], str(entry[1])))]
 
     def _locate(self, dotted: str) -> tuple[tuple[int, int], str]:
@@ -144,7 +147,7 @@ class Mistakes:
         return (1, 0), ""
 
 
-def replace_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
+def replace_invalid_settings(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
     """Return the configuration with defaults for invalid settings, to check the others; None if it is still invalid."""
     valid = copy.deepcopy(dict(tree))
     for mistake in describe_errors(error):
@@ -198,13 +201,13 @@ class UserSettings:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 if isinstance(value, dict):
                     self.tree.setdefault(key, {})
-                    yield from ((f"{key}.{_show_key(inner)}", inner_value) for inner, inner_value in value.items())
+                    yield from ((f"{key}.{_format_key(inner)}", inner_value) for inner, inner_value in value.items())
                 elif value is not None:
-                    self.mistakes.add(section_mistake(key, kind, value))
+                    self.mistakes.add(build_section_mistake(key, kind, value))
                 elif key == "dataset":
                     yield key, value
             elif value is not None or key != "seed":  # an empty section or seed means the default
-                yield _show_key(key), value
+                yield _format_key(key), value
 
     def add(self, name: str, value: Any, *, override: bool = False) -> None:
         """Add a setting under any of its names; `override` replaces the file's value."""
@@ -241,5 +244,5 @@ class UserSettings:
         node[last] = value
 
 
-def _show_key(key: Any) -> str:
+def _format_key(key: Any) -> str:
     return key if isinstance(key, str) else "null" if key is None else shown(key)

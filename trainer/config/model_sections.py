@@ -36,7 +36,7 @@ class ModelSection(Section):
     revision: Annotated[str | None, Needs("base_model .tokenizer", (HUB,))] = None
     """Branch, tag or commit of the model on the hub."""
     tokenizer: Annotated[PathText | None, LANGUAGE] = None
-    """Folder or hub name of a tokenizer to use instead of the model's."""
+    """Folder or Hub ID of a tokenizer to use instead of the model's."""
     trust_remote_code: Annotated[bool, LANGUAGE] = False
     """Run Python code that comes with the model; only set this if you have read the code."""
     attn_implementation: Annotated[
@@ -46,13 +46,13 @@ class ModelSection(Section):
     the model supports nothing else."""
     rope_scaling: Annotated[RopeScaling | None, LANGUAGE] = None
     """Scale the rotary embedding for sequences longer than the model's, for example {type: yarn, factor: 4}; replaces
-    the model's own scaling. Merged models have it in config.json."""
+    the model's own scaling. Merged models store it in config.json."""
     added_tokens: Annotated[Words, LANGUAGE] = ()
     """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
     pad_token: Annotated[str | None, LANGUAGE] = None
     """Padding token for a tokenizer without one; default: an unused token, else the end-of-text token."""
     pipeline: Annotated[PathText | None, Needs("task", ("image",))] = None
-    """Folder or hub name of a diffusers pipeline with the settings and tokenizers for a single-file `base_model`;
+    """Folder or Hub ID of a diffusers pipeline with the settings and tokenizers for a single-file `base_model`;
     default: the published pipeline that the file matches."""
     _has_score: bool = PrivateAttr(default=False)
 
@@ -79,10 +79,9 @@ class LoraSection(Section):
     """Modules without adapters, including all layers below them: k_proj, mlp, layers.0, experts, or a regular
     expression."""
     rank_pattern: Annotated[LayerRanks, _NEW, LANGUAGE] = Field(default_factory=dict)
-    """Ranks other than `r`, by layer name or regular expression, as in PEFT: {v_proj: 32}. The first match
-    counts."""
+    """Ranks other than `r`, by layer name or regular expression, as in PEFT: {v_proj: 32}. The first match wins."""
     alpha_pattern: Annotated[LayerAlphas, _NEW, LANGUAGE] = Field(default_factory=dict)
-    """Values other than `alpha`, in the same form: {v_proj: 64}."""
+    """Values other than `alpha`, in the same format: {v_proj: 64}."""
     experts: Annotated[bool, _NEW] = True
     """Adapt the experts of an MoE model; false excludes them, regardless of `target_modules`."""
     expert_rank: Annotated[
@@ -99,12 +98,12 @@ class LoraSection(Section):
     loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
     """LoRA+: ratio of the learning rates of B and A (16 is usual)."""
     init: Literal["default", "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora", "loftq"] = "default"
-    """Initialization of A and B. `default`: Kaiming for A, zero for B. pissa, olora and loftq read and change the
-    base."""
+    """Initialization of A and B. `default`: Kaiming for A, zero for B. pissa, olora and loftq read and change the base
+    model's weights."""
     modules_to_save: Annotated[Words, _NEW] = ()
     """Modules that are trained in full and saved with the adapter, such as lm_head."""
     adapter_path: PathText | None = None
-    """Folder or hub name of an existing adapter to start from; its r, alpha and targets are then used."""
+    """Folder or Hub ID of an existing adapter to start from; its r, alpha and targets are then used."""
     allow_mismatch: Annotated[bool, Needs(".adapter_path")] = False
     """Start from the adapter at `adapter_path` even if it was trained on another base model."""
     _image_parts: Literal["none", "projector", "lora"] = PrivateAttr(default="none")
@@ -120,19 +119,19 @@ class VisionSection(Section):
 
     train: Annotated[Literal["none", "projector", "lora"], Needs("adapter", ("lora", "qlora")), _NEW_ADAPTER] = "none"
     """Parts to train in addition to the language model. `projector`: all weights of the layers that map image features
-    to embeddings. `lora`: adapters on the layers of vision tower and projector that `lora.target_modules` names."""
+    to embeddings. `lora`: adapters on the layers of vision tower and projector that match `lora.target_modules`."""
     cache: bool = False
     """Compute the features of all images before training and keep them in `dataset.cache_dir`, so that steps are as
     fast as for text. Needs 2 H bytes per image token in bf16, with H the hidden size of the language model."""
 
 
 class QuantizationSection(Section):
-    """The quantized base of `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits with 8-bit matmuls."""
+    """Quantization of the base model for `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits with 8-bit matmuls."""
 
     bits: Literal[4, 8] = 4
     """Bits per weight; default: the bits of `quant_type`."""
     quant_type: Literal["nf4", "fp4", "fp8", "int8"] = "nf4"
-    """nf4, fp4: 4 bits, dequantized for each product. fp8 (Hopper, Ada): 8 bits and the fastest steps, with W and its
+    """nf4, fp4: 4 bits, dequantized for each matmul. fp8 (Hopper, Ada): 8 bits and the fastest steps, with W and its
     input in e4m3, scaled per row and per token. int8: the same in int8, from compute capability 7.5 on."""
     double_quant: Annotated[bool, _FOUR_BITS] = True
     """4 bits: also quantize the block scales (saves 0.4 bits per weight)."""
@@ -142,7 +141,7 @@ class QuantizationSection(Section):
 
     @property
     def eight_bit(self) -> bool:
-        """Whether weights of the base have 8 bits."""
+        """Whether the base model's quantized weights have 8 bits."""
         return self.quant_type in EIGHT_BIT
 
     @model_validator(mode="before")

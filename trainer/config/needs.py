@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from trainer.config.errors import Mistake, join_choices, shown
 from trainer.config.types import AUTO
 
-HUB = "a name on the hub"
+HUB = "a Hub ID"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Needs:
     """Whether the switch takes precedence over the setting, so that both are allowed."""
 
     def is_met(self, config: BaseModel, setting: str) -> bool:
-        """Return whether the setting has an effect, or may have one if that is not known yet."""
+        """Return whether the setting has an effect; true if the value of the switch is not known yet."""
         if setting in self.switch.split():
             return True
         values = [switch_value(config, name) for name in self.switch.split()]
@@ -54,7 +54,7 @@ class Needs:
         state = "given instead" if self.is_absence else shown(switch_value(config, names[0]))
         return f"{names[0]} is {state}"
 
-    def condition(self) -> str:
+    def format_condition(self) -> str:
         """Format the switch with its values as in YAML."""
         names = self.switch.split()
         return f"{names[0]}: {join_choices(map(shown, self.values))}" if self.values else " or ".join(names)
@@ -65,8 +65,6 @@ LANGUAGE = Needs("task", ("language", "preference", "reward"))
 
 @dataclass(frozen=True)
 class UnusedSetting:
-    """A setting that has no effect."""
-
     name: str
     value: Any
     is_default: bool
@@ -78,7 +76,7 @@ _UNKNOWN = object()
 
 
 def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
-    """Yield every setting that has no effect although its value is not false, 0, empty or none."""
+    """Yield every setting that has a value (not false, 0, empty or none) but no effect."""
     by_run = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
     in_all = set.intersection(*({unused.name for unused in settings} for settings in by_run))
     yield from (unused for unused in by_run[0] if unused.name in in_all)
@@ -91,19 +89,19 @@ def find_other_task_settings(config: Any, task: str) -> Iterator[UnusedSetting]:
             yield setting
 
 
-def unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
+def build_unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
     """Return one mistake for all settings that the same switch turns off."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f", nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else ""
     pronoun = "them" if others else "it"
-    fix = f"remove {first.need.switch}" if first.need.is_absence else f"set {first.need.condition()}"
+    fix = f"remove {first.need.switch}" if first.need.is_absence else f"set {first.need.format_condition()}"
     involves = " ".join([*(setting.name for setting in settings[1:]), first.need.switch])
     problem = f"has no effect{also}, because {reason}"
     return Mistake(first.name, first.value, problem, f"{fix}, or remove {pronoun}", involves)
 
 
-def declared_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[Needs, ...]:
-    """Return the needs of a field, with `prefix` in place of leading dots."""
+def list_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[Needs, ...]:
+    """Return the `Needs` of a field, with `prefix` in place of leading dots."""
     declared = [need for need in section.model_fields[name].metadata if isinstance(need, Needs)]
     return tuple(replace(need, switch=re.sub(r"(^| )\.", rf"\1{prefix}", need.switch)) for need in declared)
 
@@ -127,7 +125,7 @@ def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[N
     defaults = dict(type(section)()) if has_defaults else {}
     for name, value in section:
         dotted = prefix + name
-        needs = inherited + declared_needs(type(section), name, prefix)
+        needs = inherited + list_needs(type(section), name, prefix)
         if isinstance(value, BaseModel):
             yield from _walk(config, value, f"{dotted}.", needs)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):

@@ -1,6 +1,6 @@
-"""Expand `~` and environment variables in settings that are paths, and refuse impossible names.
+"""Expand `~` and environment variables in path settings, and reject invalid names.
 
-A URL of an object store, such as s3://bucket/run, has a local copy; URL and local path can be computed from each other.
+URLs of object stores, such as s3://bucket/run, are mapped to paths of local copies, and such paths back to URLs.
 """
 
 import os
@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def expand_path(text: str) -> str:
-    """Replace `~`, `$NAME` and `${NAME}` in a path; raises ValueError for unset variables and impossible names."""
+    """Replace `~`, `$NAME` and `${NAME}` in a path; raises ValueError for unset variables and invalid names."""
 
     def get_variable(match: re.Match[str]) -> str:
         name = match.group(1) or match.group(2)
@@ -52,19 +52,19 @@ def is_remote(text: str) -> bool:
 def local_copy(url: str) -> Path:
     """Return the path of a URL's local copy in the cache."""
     scheme, _, rest = url.partition("://")
-    return _cache_folder().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
+    return _get_cache_folder().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
 
 
 def remote_url(path: Path) -> str | None:
-    """Return the URL of the object that a path is a local copy of; None for any other path."""
+    """Return the object-store URL for the path of a local copy; None for any other path."""
     path = path.absolute()
-    if not path.is_relative_to(_cache_folder()):
+    if not path.is_relative_to(_get_cache_folder()):
         return None
-    scheme, *rest = path.relative_to(_cache_folder()).parts
+    scheme, *rest = path.relative_to(_get_cache_folder()).parts
     return f"{scheme}://{'/'.join(rest)}"
 
 
-def _cache_folder() -> Path:
+def _get_cache_folder() -> Path:
     return Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser().absolute() / "stores"
 
 

@@ -1,8 +1,8 @@
 """The flags of the published SCU guide with their defaults, for `zerolora scu-train` and its ranks.
 
---model, --data and --measure are not in the guide. Its target was chosen for the measure `factors`; its S (see
-scu.measure) starts far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved every
-100 steps instead of 200, because the guide resumes from checkpoint-500.
+--model, --data and --measure are not in the guide. The guide's target was chosen for the measure `factors`, whose S
+(see scu.measure) starts far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved
+every 100 steps instead of 200, because the guide resumes from checkpoint-500.
 """
 
 import argparse
@@ -34,7 +34,7 @@ TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
 class _RankParser(CommandParser):
-    """Raises errors instead of printing them, so that one rank prints them for all."""
+    """Raises errors instead of printing them, so that only one rank prints them."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(self.describe_error(message))

@@ -17,10 +17,10 @@ PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
 KL_LAW = {"kp": 0.5, "ki": 0.1, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
-"""With the best fixed lambda, S of the update ends at 1.5 or 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
+"""Near the final S of the update with the best fixed lambda: 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
 START_TIMES_TARGET = 0.12
-"""lambda S converged to 0.140 to 0.194 with a strong penalty on the two texts of docs/lab/scu.md; a slightly smaller
-start lets S reach the target."""
+"""First lambda, times the target. With a strong penalty, lambda * S converged to 0.140 and 0.194 on the two texts in
+docs/lab/scu.md; with a slightly smaller start, S reaches the target."""
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
 _KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))
@@ -33,8 +33,8 @@ class ScuSection(Section):
     """Enable the controller."""
     measure: Literal["delta", "factors", "kl"] = "delta"
     """The controlled quantity: S, the fraction of information in the effective update s B A (`delta`) or in the factors
-    A and B (`factors`); or K, the KL divergence between adapter and base on reference text, in bits per token
-    (`kl`)."""
+    A and B (`factors`); or K, the KL divergence between the adapted and the base model on reference text, in bits per
+    token (`kl`)."""
     controller: Literal["pi", "fixed", "linear", "cosine", "none"] = "pi"
     """Schedule of lambda. `none` only measures."""
     law: Annotated[Literal["logit", "published"], _PI] = "logit"
@@ -70,13 +70,13 @@ class ScuSection(Section):
     sigma: Annotated[Positive | Literal["auto"], _INFORMATION] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: Annotated[PathText | None, _KL] = None
-    """`kl`: text on which the outputs should stay close to the base's: a file, folder or hub name, read like
-    `dataset.path`; all tokens count, without labels."""
+    """`kl`: text on which the outputs should stay close to the base model's: a file, folder or Hub ID, read like
+    `dataset.path`; K is measured on all its tokens."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0), _KL] = 0.125
     """`kl`: tokens of reference text per step, as a fraction of the training tokens."""
     reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"
-    """`kl`: keep the base's last hidden states of the reference text on the host, which saves the forward pass of the
-    base in each step. `auto`: if they take at most 1 GiB per rank and each text is used at least twice."""
+    """`kl`: keep the base model's last hidden states for the reference text in host memory, which saves its forward
+    pass in each step. `auto`: if they take at most 1 GiB per rank and each text is used at least twice."""
     scale_to_target: Annotated[bool, _KL, _PI] = True
     """`kl` with `pi`, from 64 reference texts on: hold out an eighth of them, at most 64. If K on these exceeds the
     target at the end of training, scale the saved update down to the target."""
@@ -123,8 +123,8 @@ class ParallelSection(Section):
 
     sequence: Annotated[Count, LANGUAGE] = 1
     """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens
-    and of the attention heads. Must divide the number of ranks and of attention heads. The global batch is the same as
-    with ranks / this number."""
+    and of the attention heads. Must divide the number of ranks and of attention heads. These ranks count as one in the
+    global batch size."""
 
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab", "comet_ml")
@@ -154,8 +154,8 @@ class OutputSection(Section):
     """The output folder of the run."""
 
     overwrite: bool | Literal["delete"] = False
-    """Treatment of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete its
-    files and checkpoints, but not yours; false: refuse to start."""
+    """Handling of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete its files
+    and checkpoints, but not yours; false: stop with an error."""
 
 
 class ExportSection(Section):
@@ -175,7 +175,7 @@ class TierSection(Section):
     loss_fall: Fraction | None = None
     """Minimum decrease from the mean of the first 10 training losses to that of the last 10, as a fraction."""
     memory_growth: Fraction = 0.01
-    """Maximum growth of the peak after warm-up, as a fraction."""
+    """Maximum growth of peak memory after warm-up, as a fraction."""
     throughput_change: Fraction = 0.05
     """Maximum difference in tokens per second between the first 100 steps after warm-up and the last 100, as a
     fraction."""
@@ -187,14 +187,14 @@ class RunConfig(Section):
     """The settings of a run."""
 
     base_model: PathText
-    """Folder or hub name of a Hugging Face causal language model, or of a diffusers pipeline."""
+    """Folder or Hub ID of a causal language model (transformers) or of a diffusers pipeline."""
     task: Literal["auto", "language", "preference", "reward", "image"] = "auto"
     """Kind of training: a language model on texts or conversations (`language`) or on pairs of a better and a worse
     answer (`preference`), a reward model on such pairs (`reward`), or an image model. `auto`: image if the model has a
     model_index.json, else language."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
-    """lora: adapter on the unquantized model. qlora: adapter on a base in 4 or 8 bits (`quantization.quant_type`).
-    none: train all weights."""
+    """lora: adapter on the unquantized model. qlora: adapter on a model quantized to 4 or 8 bits
+    (`quantization.quant_type`). none: train all weights."""
     output_dir: OutputText
     """Folder for the adapter, checkpoints, logs, metrics and report, also on an object store, such as s3://bucket/run;
     default: runs/NAME for NAME.yaml."""
@@ -205,8 +205,8 @@ class RunConfig(Section):
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
     vision: Annotated[VisionSection, LANGUAGE] = VisionSection()
     adapters: Annotated[tuple[dict[str, Any], ...], Field(max_length=256), _ADAPTER] = ()
-    """Adapters to train together on one base: a list with the `name` of each, its folder below output_dir, and the
-    settings that differ, such as [{name: low, training.learning_rate: 1e-4}, {name: high, training.learning_rate:
+    """Adapters to train together on one base model: a list with the `name` of each (its folder below output_dir) and
+    the settings that differ, such as [{name: low, training.learning_rate: 1e-4}, {name: high, training.learning_rate:
     1e-3}]."""
     dataset: DatasetSection
     preference: Annotated[PreferenceSection, Needs("task", ("preference",))] = PreferenceSection()
@@ -231,11 +231,11 @@ class RunConfig(Section):
         return self._runs
 
     def data_ranks(self, ranks: int) -> int:
-        """Return the number of ranks that train on different samples: one per group that shares a sequence."""
+        """Return the number of ranks that train on different samples; ranks that share a sequence count as one."""
         return max(1, ranks // self.parallel.sequence)
 
     def fit_max_length(self, longest: int | None) -> "RunConfig":
-        """Return the configuration with sequences no longer than the model's context, unless a length was given."""
+        """Return the configuration with `max_length` limited to `longest` tokens, unless `max_length` was set."""
         data = self.dataset
         if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
             return self

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import shown
-from trainer.config.needs import declared_needs
+from trainer.config.needs import list_needs
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
 
@@ -37,8 +37,8 @@ def _format_section(section: type[BaseModel], prefix: str, width: int) -> list[s
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation))
         else:
-            switches = (need for need in declared_needs(section, name, prefix) if need.switch != "task")
-            needs = " and ".join(need.condition() for need in switches if not need.is_absence)
+            switches = (need for need in list_needs(section, name, prefix) if need.switch != "task")
+            needs = " and ".join(need.format_condition() for need in switches if not need.is_absence)
             lines += _format_setting(prefix + name, field, width, f" Needs {needs}." if needs else "")
     for name, model in inner:
         text = " ".join((model.__doc__ or "").split())

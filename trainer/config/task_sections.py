@@ -20,7 +20,7 @@ _LOGIT_NORMAL, _SAMPLES = Needs(".times", ("logit_normal",)), Needs("logging.sam
 
 
 def _parse_loss_weights(value: Any) -> Any:
-    """Convert a name or a list of names to losses of weight 1. Raises ValueError for other names and weights."""
+    """Convert a name or a list of names to losses of weight 1. Raises ValueError for an invalid name or weight."""
     names = [value] if isinstance(value, str) else value
     weights = dict.fromkeys(map(str, names), 1.0) if isinstance(names, list | tuple) else value
     if not isinstance(weights, dict) or not weights:
@@ -45,10 +45,10 @@ class PreferenceSection(Section):
     beta: NonNegative = 0.1
     """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
     reference: Literal["auto", "step", "cached", "none"] = "auto"
-    """How to compute the reference model, which is the base without the adapter. `step`: a second forward pass in each
-    step; `cached`: all answers once before training, which is faster from the second epoch on. Neither takes more GPU
-    memory. With `lora.adapter_path`, that adapter is the reference, and must be `cached`. `none`: all answers have the
-    same reference probability. `auto`: `step` if a loss needs a reference."""
+    """How to compute log-probabilities under the reference, the base model without the adapter. `step`: in a second
+    forward pass in each step; `cached`: once before training, which is faster from the second epoch on. Neither takes
+    more GPU memory. With `lora.adapter_path`, that adapter is the reference, which requires `cached`. `none`: all
+    answers have the same reference probability. `auto`: `step` if a loss needs a reference."""
     share_prompt: Literal["auto"] | bool = False
     """Compute the prompt of a pair once for both answers, which does not change the loss; not for `kto`. `auto`: if it
     saves at least 10 % of the tokens, and a test pass shows that the model supports it."""
@@ -83,7 +83,7 @@ class ImageSection(Section):
     """Settings of image models: images, noise and samples."""
 
     resolution: Annotated[int, Field(ge=8, le=8192)] = 1024
-    """Side of a square image in pixels; images of other shapes get the same number of pixels."""
+    """Side of a square image in pixels; images of other aspect ratios get the same number of pixels."""
     buckets: bool = True
     """Group images by aspect ratio and crop little; false crops every image to a square."""
     bucket_step: Annotated[int, Field(ge=8, le=1024), Needs(".buckets", (True,))] = 64

@@ -59,7 +59,7 @@ def _parse_checkpointing(value: Any) -> Any:
         value = value in ("on", "yes")
     if value is None or isinstance(value, bool):
         return "non_reentrant" if value else "none"
-    return "non_reentrant" if value == "reentrant" else value  # was a slower way to compute the same
+    return "non_reentrant" if value == "reentrant" else value  # the same result, but slower
 
 
 def _check_shard_within(value: Any) -> Any:
@@ -156,7 +156,7 @@ class TrainingSection(Section):
     adam_epsilon: Annotated[float, Field(gt=0.0, le=1.0), _EPSILON] = 1e-8
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Number format of weights and activations. `auto`: bf16 if the GPU supports it, else fp16; fp32 on a CPU."""
+    """Data type of weights and activations. `auto`: bf16 if the GPU supports it, else fp16; fp32 on a CPU."""
     qat: Annotated[Literal["int8", "int4"] | None, LANGUAGE] = None
     """Quantization-aware training for integer weights: adapted layers compute with their merged weight W + s B A,
     rounded in every pass, with straight-through gradients. int8: one scale per row; int4: one per 128 weights (64, 32).
@@ -190,7 +190,7 @@ class TrainingSection(Section):
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; below 1: as a fraction of the run; 0: only at the end."""
     save_minutes: NonNegative = 0.0
-    """Minutes between additional checkpoints, next to those of `save_steps`; 0: never."""
+    """Minutes between checkpoints saved in addition to those of `save_steps`; 0: never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Checkpoints per pass over the data, instead of `save_steps`."""
     save_total_limit: PositiveInt | None = 3
@@ -200,9 +200,9 @@ class TrainingSection(Section):
     evals_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Evaluations per pass over the data, instead of `eval_steps`."""
     logging_steps: PositiveInt = 1
-    """Steps between lines of metrics."""
+    """Steps between logged metrics."""
     resume_from_checkpoint: CheckpointText = None
-    """Checkpoint to resume: `latest`, a folder, or `auto`, the latest if one exists and otherwise from scratch."""
+    """Checkpoint to resume: `latest`, a folder, or `auto` (the latest if one exists, otherwise start from scratch)."""
     resume_changes: Annotated[ResumeChanges, Needs(".resume_from_checkpoint")] = ()
     """Settings that may differ from the checkpoint's, such as [seed, data]: base_model, adapter (alpha, dropout,
     rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples per step), precision,
@@ -219,7 +219,7 @@ class TrainingSection(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stop the run at a non-finite loss or gradient, or skip the step (at most 10 in a row)."""
     on_spike: Literal["warn", "ignore"] = "warn"
-    """Warn of a loss far above those of the last 100 steps."""
+    """Warn about a loss far above those of the last 100 steps."""
     torch_compile: bool = False
     """Compile the model with torch.compile. This disables our fused operations (shared-input projections in one call,
     the adapter in one buffer, norms, SwiGLU, rotary embedding) and is slower than them: four layers of Llama-3.1-8B
@@ -234,8 +234,7 @@ class TrainingSection(Section):
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Fraction of the GPU's memory that this run may use."""
     timeout_minutes: Positive = 30.0
-    """Minutes that a collective waits for a rank before the run fails; at least 5 minutes more than 3 x
-    hang_timeout."""
+    """Minutes that a collective waits for a rank before the run fails; raised to at least 3 x hang_timeout + 5."""
     hang_timeout: NonNegative = 10.0
     """Minutes without progress of a rank after which the run is stopped and the rank reported; 0 disables the
     watchdog."""
@@ -272,7 +271,7 @@ class TrainingSection(Section):
 
 
 def collective_timeout(training: TrainingSection) -> float:
-    """Return torch's timeout of collectives in minutes, which leaves the watchdog time to report the missing rank."""
+    """Return torch's timeout for collectives in minutes, long enough for the watchdog to report the hanging rank."""
     if not training.hang_timeout:
         return training.timeout_minutes
     return max(training.timeout_minutes, FIRST_STEP_FACTOR * training.hang_timeout + REPORT_MINUTES)
@@ -285,7 +284,7 @@ class ZeroSection(Section):
     """Partitioned state: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters (including the base model).
     `auto`: the lowest that fits by the memory estimate."""
     gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
-    """How stage 3 gathers the base. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
+    """How stage 3 gathers the base model. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
     replicated on every GPU (frozen bases only). `module`: DeepSpeed's gather, per parameter. `auto`: layer if
     possible."""
     shard_within: Annotated[

@@ -1,4 +1,4 @@
-"""The types of settings: numbers, lists of strings, and the frozen model that refuses unknown keys."""
+"""The types of settings: numbers, lists of strings, and the frozen model that rejects unknown keys."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from pydantic import (
 from trainer.config.values import parse_value
 
 AUTO = -1  # `auto` in a number, until the memory estimate replaces it
-# Numbers above the upper bounds can only be typing errors.
+# Numbers above the upper bounds can only be typos.
 Count = Annotated[int, Field(ge=1, le=65_536)]
 PositiveInt = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Restarts = Annotated[int, Field(ge=0, le=100_000)]
@@ -115,7 +115,7 @@ Stage = Annotated[
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses unknown keys."""
+    """A frozen group of settings that rejects unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False

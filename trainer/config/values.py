@@ -27,13 +27,13 @@ def accepted_types(annotation: Any) -> frozenset[Any]:
     return frozenset({origin or annotation})
 
 
-def accepted_words(annotation: Any) -> frozenset[str]:
+def list_choices(annotation: Any) -> frozenset[str]:
     """Return the string choices of a setting, which are accepted in any case."""
     if annotation is Any:
         return frozenset()
     if get_origin(annotation) is Literal:
         return frozenset(value for value in get_args(annotation) if isinstance(value, str))
-    return frozenset().union(*map(accepted_words, get_args(annotation)))
+    return frozenset().union(*map(list_choices, get_args(annotation)))
 
 
 def is_text(annotation: Any) -> bool:
@@ -56,7 +56,7 @@ def parse_value(annotation: Any, value: Any) -> Any:
         return value
     if isinstance(value, str) and is_null(annotation, value):
         return None
-    if isinstance(value, str) and Literal in types and (word := value.strip().lower()) in accepted_words(annotation):
+    if isinstance(value, str) and Literal in types and (word := value.strip().lower()) in list_choices(annotation):
         return value if value == "None" else word  # Python's None is not the word `none`
     if is_number and isinstance(value, str):
         number = parse_scalar(value.replace("_", "") if _GROUPED.fullmatch(value.strip()) else value)
@@ -67,7 +67,7 @@ def parse_value(annotation: Any, value: Any) -> Any:
         if bool not in types:
             return value
     if bool in types and value is not None and not (is_number and isinstance(value, (int, float))):
-        *others, last = ["true", "false", *sorted(accepted_words(annotation)), *["a number"] * is_number]
+        *others, last = ["true", "false", *sorted(list_choices(annotation)), *["a number"] * is_number]
         allowed = f"must be {', '.join(others)} or {last}"
         word = str(value).strip().lower()
         if isinstance(value, (int, float)) and value in (0, 1):

@@ -1,6 +1,6 @@
-"""Read and write YAML 1.2 (the core schema): `010` is ten, `1e-4` a number; `1:30`, `yes` and dates are text.
+"""Read and write YAML 1.2 (the core schema): `010` is 10, `1e-4` is a number, and `1:30`, `yes` and dates are strings.
 
-In YAML 1.1, and so in PyYAML, these are 8, text, 90, true and a date.
+In YAML 1.1, and therefore in PyYAML, they are 8, a string, 90, true and a date.
 """
 
 import re
@@ -15,7 +15,7 @@ from trainer.config.files import UnreadableFile, decode_text, read_bytes
 
 MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
-"""Limits the expansion of nested anchors, which reach billions of values in a few lines."""
+"""Limits the expansion of nested anchors, which can reach billions of values in a few lines."""
 PRESETS = "check its name, or use a preset in configs/"
 # The beginning of PyYAML's problem -> how to fix it.
 _HINTS = {
@@ -50,9 +50,9 @@ class YamlFile:
 
 
 class Yaml11Loader(yaml.SafeLoader):
-    """Loads YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and record duplicate keys.
+    """Loads YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and records duplicate keys.
 
-    The last value of a duplicate key counts. Dates are text, as in OmegaConf, and tags of other types are refused.
+    The last value of a duplicate key wins. Dates are strings, as in OmegaConf; tags of other types are rejected.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012 (PyYAML's own name)
@@ -101,7 +101,7 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Dumps YAML with quotes around text that either version of YAML would read as another type."""
+    """Dumps YAML; quotes strings that YAML 1.1 or 1.2 would parse as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         lines_are_printable = "\n" in text and all(line.isprintable() for line in text.split("\n"))
@@ -122,9 +122,9 @@ def dump(tree: Any, **style: Any) -> str:
 
 
 def parse(text: str) -> Any:
-    """Parse YAML without comments; raises ValueError, or UserError for duplicate keys."""
+    """Parse YAML without comments; raises ValueError if it is invalid, UserError for duplicate keys."""
     try:
-        loader = _CoreLoader(text)  # refuses control characters
+        loader = _CoreLoader(text)  # rejects control characters
         node = loader.get_single_node()
         if node is None or node.end_mark.index != len(text):
             raise ValueError("contains a comment; on a command line, # is text")
@@ -137,7 +137,7 @@ def parse(text: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """Parse a scalar without quotes, in which `#` and colons have no special meaning."""
+    """Parse an unquoted scalar, in which `#` and colons have no special meaning."""
     loader = _CoreLoader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))
@@ -148,7 +148,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Return the settings in a file; raises UserError if it cannot be read or has none."""
+    """Return the settings in a file; raises UserError if it cannot be read or has no settings."""
     fix = "check its name" if loader_class is Yaml11Loader else PRESETS
     return parse_yaml(path, read_text(path, fix), loader_class)
 

@@ -1,4 +1,4 @@
-"""Decide whether our code or DeepSpeed gathers the frozen base at stage 3, and check the keys of `zero.extra`."""
+"""Decide whether our code or DeepSpeed gathers the base model at stage 3, and check the keys of `zero.extra`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +41,12 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def gathers_by_layer(config: RunConfig) -> bool:
-    """Return whether our code shards and gathers the base per layer; DeepSpeed's engine is then at stage 2."""
+    """Return whether our code shards and gathers the base model per layer; DeepSpeed's engine is then at stage 2."""
     return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_problem(config) is None
 
 
 def engine_zero(config: RunConfig) -> ZeroSection:
-    """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base.
+    """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base model.
 
     Runs with several adapters use stage 1 instead of 0, because its optimizer skips the update of all adapters if the
     gradient of one is not finite.
@@ -59,7 +59,7 @@ def engine_zero(config: RunConfig) -> ZeroSection:
 
 
 def find_layer_gather_problem(config: RunConfig) -> str | None:
-    """Return why the base of this run cannot be gathered per layer, or None if it can."""
+    """Return why the base model of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
         return "only frozen weights are gathered by layer, but all weights are trained"
     if config.lora.dora or read_initial_adapter(config).get("use_dora"):

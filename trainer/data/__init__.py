@@ -1,1 +1,1 @@
-"""Data: from files and hub datasets to masked, packed and deterministic micro-batches."""
+"""Convert files and hub datasets to masked, packed and deterministic micro-batches."""

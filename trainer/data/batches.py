@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.config import UserError
 from trainer.data.samples import Gather, Sample, Samples, SampleStream, split_documents
-from trainer.data.shared_prompts import find_shared_keys, share_prompts
+from trainer.data.shared_prompts import build_shared_keys, share_prompts
 from trainer.data.vision import ImageInputs
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class MicroBatch:
     weights: torch.Tensor | None = None
     """Weights of the targets, row by row, fp32 [K]; None if all are 1."""
     shared_keys: dict[str, Any] = field(default_factory=dict)
-    """Result of `find_shared_keys` for documents that share a prompt."""
+    """Result of `build_shared_keys` for documents that share a prompt."""
     sequence: SequencePart | None = None
     """This rank's part of a flat batch shared by several ranks; `cu_seqlens` then bounds the whole batch."""
     targets_before: int = 0
@@ -315,7 +315,7 @@ class StreamBatches(GlobalBatches):
 def evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches of one pass, in order; empty batches make their number equal on all ranks."""
+    """Yield this rank's batches of one pass, in order; some may be empty, so that all ranks get the same number."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -333,7 +333,7 @@ def collate(
     sequence: SequencePart | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """Return samples as tensors, padded or `flat` in one row; without samples, return a row without targets.
+    """Collate samples to tensors, in padded rows or one `flat` row; without samples, return a row without targets.
 
     With `pairs`, the samples are preference data; without packing, each document gets a row. With `shared`, only the
     chosen answer of a pair has the prompt, and the batch is flat. With `sequence`, a flat batch is padded with an
@@ -426,7 +426,7 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
     lengths = [len(document.input_ids) for document in shortened]
     assert batch.position_ids is not None
     positions = batch.position_ids + torch.tensor(shared).repeat_interleave(torch.tensor(lengths))
-    return replace(batch, position_ids=positions, shared_keys=find_shared_keys(lengths, shared))
+    return replace(batch, position_ids=positions, shared_keys=build_shared_keys(lengths, shared))
 
 
 def _build_targets(sample: Sample) -> NDArray[np.int64]:

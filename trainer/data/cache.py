@@ -24,11 +24,11 @@ from trainer.data.grouping import DataStats, Sources, group_documents, read_colu
 from trainer.data.image_parts import FILE, get_stored_file, has_changed
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.sources import compute_content_key
-from trainer.data.streams import look_ahead, stream_samples
+from trainer.data.streams import inspect_stream, stream_samples
 from trainer.data.vision import ImageReader
 
 _STATS = TypeAdapter(DataStats)
-# Part of every cache key: increment it when a change gives the same input different documents.
+# Part of every cache key: increment it when a code change produces different documents from the same input.
 CACHE_FORMAT = 9
 # Minimum fraction of a mixed stream's documents that come from one source.
 MIN_SOURCE_FRACTION = 1e-6
@@ -93,19 +93,19 @@ def prepare_data(
         check(stats)
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
-        reports = [look_ahead(source, label, encoder) for label, source in streamed]
-        if any(report.shape.format == UNPAIRED for report in reports):
+        reports = [inspect_stream(source, label, encoder) for label, source in streamed]
+        if any(report.format.name == UNPAIRED for report in reports):
             raise UserError("dataset.streaming=true: labeled answers cannot be streamed; set it to false")
-        read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
+        read = partial(stream_samples, section, streamed, [report.format for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
-        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_find_prompt_form(reports))
+        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_choose_prompt_format(reports))
         return PreparedData(SampleStream(read, section.packing), held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 
 
-def _find_prompt_form(reports: Sequence[SourceReport]) -> str | None:
+def _choose_prompt_format(reports: Sequence[SourceReport]) -> str | None:
     """Return the format string of text prompts; None if any source has conversations, which use the chat template."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
@@ -157,7 +157,7 @@ def _build(
     stats = replace(
         stats,
         notes=tuple(chain.from_iterable(report.notes for report in reports)),
-        prompt_text=_find_prompt_form(reports[: len(train)] or reports),
+        prompt_text=_choose_prompt_format(reports[: len(train)] or reports),
         skipped={label: report.skipped for (label, _), report in zip(train + evaluation, reports, strict=True)},
     )
     (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
@@ -189,10 +189,10 @@ def _check_images(documents: pyarrow.Table) -> None:
 
 
 def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """Return the documents at `path`, with a loss on all tokens, read and cached like `dataset.path`.
+    """Return the reference texts at `path`, with all tokens trained; read and cached like `dataset.path`.
 
-    The adapted model should predict them as its base does. `setting` names the path in errors. Raises UserError if
-    there are no documents, or if one is longer than `dataset.max_length` and would be cut.
+    `setting` names the path in errors. Raises UserError if there are no texts, or if a text is longer than
+    `dataset.max_length`.
     """
     reference = DatasetSection(
         path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir

@@ -1,4 +1,4 @@
-"""Render chat templates, and test which messages they accept and what they write around answers."""
+"""Render chat templates, and detect which messages they accept and which text they add around answers."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ from trainer.config import UserError
 from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE
-from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_message, mark_template, read_marks
+from trainer.data.marks import TURN_KEY, MarkedChat, has_generation_blocks, mark_message, mark_template, read_marks
 
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
@@ -58,7 +58,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
         self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)
         self._prompts: dict[tuple[str, bool, str | None], str | None] = {}
-        self._part_roles: frozenset[str] = frozenset()
+        self._list_content_roles: frozenset[str] = frozenset()
         self._call_content: str | None = ""
         self._call_arguments: type = dict
         self.eos_token, self.has_generation_blocks = tokenizer.eos_token, has_generation_blocks(source)
@@ -69,14 +69,14 @@ class ChatTemplate:
         self._added_lengths = sorted({len(token) for token in self._added}, reverse=True)
         try:
             self._marked_source = mark_template(source)
-            self._find_part_roles()
-            self._find_call_form()
+            self._detect_list_content_roles()
+            self._detect_call_format()
         except (TemplateError, RenderError) as error:
             problem = f"chat template {shown(source)}: cannot be rendered ({error})"
             raise UserError(f"{problem}; fix it, or set another template in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
-        """Render messages, numbered or not. Raises RenderError if the template rejects them."""
+        """Render messages, with or without turn numbers. Raises RenderError if the template rejects them."""
         if not messages:
             return ""
         chat = [{key: value for key, value in message.items() if key != TURN_KEY} for message in messages]
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
-    ) -> Marked:
+    ) -> MarkedChat:
         """Render numbered messages; return the text with the spans of turns and, if `texts`, of their contents."""
         if not messages:
             return read_marks("")
@@ -107,7 +107,7 @@ class ChatTemplate:
         adapted = dict(message)
         if IMAGE in message["content"]:
             adapted["content"] = _split_images(message["content"])
-        elif message["role"] in self._part_roles:
+        elif message["role"] in self._list_content_roles:
             adapted["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
         if "tool_calls" in message:
             adapted["content"] = adapted["content"] or self._call_content
@@ -122,7 +122,7 @@ class ChatTemplate:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
-    def _probe(self, *messages: Message, tools: list[Message] | None = None, **more: Any) -> Marked:
+    def _probe(self, *messages: Message, tools: list[Message] | None = None, **more: Any) -> MarkedChat:
         """Render messages, with a tool if the template needs one."""
         numbered = [{**message, TURN_KEY: index} for index, message in enumerate(messages)]
         try:
@@ -130,20 +130,20 @@ class ChatTemplate:
         except RenderError:
             return self.render_marked(numbered, [_TOOL], **more)
 
-    def _find_part_roles(self) -> None:
-        """Find the roles for which the template only accepts content as a list of parts."""
+    def _detect_list_content_roles(self) -> None:
+        """Detect the roles for which the template only accepts content as a list of parts."""
         try:
             texts = self._probe(_QUESTION, _ANSWER).texts
             missing = {role for turn, role in enumerate(("user", "assistant")) if turn not in texts}
         except RenderError:
             missing = {"user", "assistant"}
         if missing:
-            self._part_roles = frozenset(missing | ({"system"} if "user" in missing else set()))
+            self._list_content_roles = frozenset(missing | ({"system"} if "user" in missing else set()))
             if not self._probe(_QUESTION, _ANSWER).texts.keys() >= {0, 1}:
-                self._part_roles = frozenset()
+                self._list_content_roles = frozenset()
 
-    def _find_call_form(self) -> None:
-        """Find a form of tool calls that the template renders: arguments as a dict or JSON, content empty or None."""
+    def _detect_call_format(self) -> None:
+        """Detect a tool-call format that the template renders: arguments as a dict or JSON, content empty or None."""
         if "tool_calls" not in self.source:
             return
         for content, arguments in (("", dict), ("", str), (None, dict), (None, str)):
@@ -157,7 +157,7 @@ class ChatTemplate:
                 return
         self._call_content, self._call_arguments = "", dict
 
-    def generation_prompt(
+    def render_generation_prompt(
         self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None
     ) -> str | None:
         """Return the generation prompt after numbered messages; None if the template rejects them.
@@ -169,40 +169,40 @@ class ChatTemplate:
             if len(self._prompts) > 1000:  # every conversation has a different lead
                 self._prompts.clear()
             try:
-                self._prompts[key] = self._observe_prompt(messages, tools)
+                self._prompts[key] = self._probe_generation_prompt(messages, tools)
             except RenderError:  # for example without a question
                 self._prompts[key] = None
         return self._prompts[key]
 
-    def _observe_prompt(self, messages: Sequence[Message], tools: list[Message] | None) -> str:
+    def _probe_generation_prompt(self, messages: Sequence[Message], tools: list[Message] | None) -> str:
         before, after = (self._probe(*messages, tools=tools, add_generation_prompt=prompt) for prompt in (False, True))
         end = max((end for spans in after.turns.values() for _, end in spans), default=len(after.text))
         prompt = after.text[end:]
         # If nothing is left, the prompt is part of the last turn, or no loop rendered a turn.
-        return prompt if prompt.strip() else after.text[self.common_length(before.text, after.text) :]
+        return prompt if prompt.strip() else after.text[self.measure_common_prefix(before.text, after.text) :]
 
-    def common_length(self, left: str, right: str) -> int:
-        """Return the length of the common prefix of two strings, which does not split an added token of the second."""
-        length = _common_length(left, right)
+    def measure_common_prefix(self, left: str, right: str) -> int:
+        """Return the length of the common prefix of two strings, without splitting an added token of the second one."""
+        length = _measure_common_prefix(left, right)
         for at in range(max(0, length - max(self._added_lengths, default=0)), length):
-            if at + len(self._token_from(right, at)) > length:
+            if at + len(self._match_token_at(right, at)) > length:
                 return at
         return length
 
-    def common_header(self, prompt: str, block: str) -> int:
-        """Return the length of a generation prompt's common prefix with a turn, cut after a line or an added token.
+    def measure_common_header(self, prompt: str, block: str) -> int:
+        """Return the length of the common prefix of a generation prompt and a turn, up to a line end or an added token.
 
-        Beyond that, characters may be equal by chance, like `<t` in `<think>` and `<tool_call>`.
+        Characters after it may be equal by chance, like `<t` in `<think>` and `<tool_call>`.
         """
         begin = len(block) - len(block.lstrip())
-        equal = _common_length(prompt, block[begin:])
+        equal = _measure_common_prefix(prompt, block[begin:])
         if begin + equal == len(block):
             return len(block)
-        ends = (at for at in range(equal, 0, -1) if prompt[at - 1] == "\n" or self._token_to(prompt, 0, at))
+        ends = (at for at in range(equal, 0, -1) if prompt[at - 1] == "\n" or self._match_token_before(prompt, 0, at))
         end = next(ends, 0)
         # The turn may omit a token of the prompt and have the next: `</think>` for `<think></think>`.
         prompt_rest, block_rest = prompt[end:], block[begin + end :]
-        tails = (prompt_rest[at:] for at in range(len(prompt_rest)) if self._token_from(prompt_rest, at))
+        tails = (prompt_rest[at:] for at in range(len(prompt_rest)) if self._match_token_at(prompt_rest, at))
         tail = next((tail for tail in tails if block_rest.startswith(tail)), "")
         return begin + end + len(tail) if end else 0
 
@@ -224,13 +224,13 @@ class ChatTemplate:
     @cached_property
     def question_prompt(self) -> str:
         try:
-            return self._observe_prompt([_QUESTION], None)
+            return self._probe_generation_prompt([_QUESTION], None)
         except RenderError:
             return ""
 
     @cached_property
     def _fixed_header(self) -> str:
-        """The text before every answer in a template without a generation prompt; empty if only white space."""
+        """The text before every answer in a template without a generation prompt; empty if it is only whitespace."""
         marked = self._probe(_QUESTION, _ANSWER)
         if 1 not in marked.turns or 1 not in marked.texts:
             return ""
@@ -253,38 +253,38 @@ class ChatTemplate:
             marked = self._probe(*messages)
         except RenderError:
             return ""
-        token, stop = self.end_of_answer(marked.text, *marked.turns.get(1, [(0, 0)])[-1])
+        token, stop = self.find_end_of_answer(marked.text, *marked.turns.get(1, [(0, 0)])[-1])
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
 
-    def end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
+    def find_end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
         """Return the token that ends an answer (its last token or the next one), and the position of the token's end.
 
         A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
         """
-        last = self.token_at_end(text, start, end)
+        last = self.find_token_at_end(text, start, end)
         if last in self.special:
             return last, start + len(text[start:end].rstrip())
-        following, stop = self.token_after(text, end)
+        following, stop = self.find_token_after(text, end)
         if following in self.special or (following and not last):
             return following, stop
         return last, start + len(text[start:end].rstrip()) if last else end
 
-    def token_at_end(self, text: str, start: int, end: int) -> str:
-        """Return the added token at the end of a span, ignoring white space after it."""
-        return self._token_to(text, start, start + len(text[start:end].rstrip()))
+    def find_token_at_end(self, text: str, start: int, end: int) -> str:
+        """Return the added token at the end of a span, ignoring trailing whitespace."""
+        return self._match_token_before(text, start, start + len(text[start:end].rstrip()))
 
-    def token_after(self, text: str, at: int) -> tuple[str, int]:
-        """Return the added token at `at`, after any white space, and its end; return ("", at) if there is none."""
+    def find_token_after(self, text: str, at: int) -> tuple[str, int]:
+        """Return the added token at `at`, after any whitespace, and its end; return ("", at) if there is none."""
         begin = len(text) - len(text[at:].lstrip())
-        token = self._token_from(text, begin)
+        token = self._match_token_at(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)
 
-    def _token_to(self, text: str, start: int, end: int) -> str:
+    def _match_token_before(self, text: str, start: int, end: int) -> str:
         """Return the longest added token that ends at `end`, or ""."""
         lengths = (n for n in self._added_lengths if n <= end - start)
         return next((text[end - n : end] for n in lengths if text[end - n : end] in self._added), "")
 
-    def _token_from(self, text: str, at: int) -> str:
+    def _match_token_at(self, text: str, at: int) -> str:
         """Return the longest added token that begins at `at`, or ""."""
         return next((text[at : at + n] for n in self._added_lengths if text[at : at + n] in self._added), "")
 
@@ -296,5 +296,5 @@ def _split_images(text: str) -> list[Message]:
     return parts
 
 
-def _common_length(left: str, right: str) -> int:
+def _measure_common_prefix(left: str, right: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

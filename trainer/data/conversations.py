@@ -16,7 +16,7 @@ from trainer.data.image_parts import IMAGE
 from trainer.data.marks import TURN_KEY, Spans, find_thoughts, split_reasoning
 from trainer.data.records import Turns
 from trainer.data.source_files import read_template
-from trainer.data.tokens import LOST_END, Encoded, Span, WeightedSpan, encode_spans
+from trainer.data.tokens import LOST_END, EncodedDocument, Span, WeightedSpan, encode_spans
 from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
 
 FIX = "set dataset.chat_template to a template with {% generation %} blocks around answers, or dataset.train_on: all"
@@ -59,7 +59,7 @@ def render_prompt(
     """
     source = find_chat_template(tokenizer, section.chat_template, for_tools=bool(tools))
     if source is None:
-        raise UserError("dataset.chat_template: the tokenizer has no chat template; set a template")
+        raise UserError("dataset.chat_template: not set, and the tokenizer has no chat template; set one")
     if tools and "tools" not in source:
         raise UserError("the conversation has tools, which the chat template does not support; remove them")
     chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
@@ -108,7 +108,7 @@ class ChatEncoder:
         templates = {source: ChatTemplate(tokenizer, source, variables or {}) for source in dict.fromkeys(sources)}
         self._templates = tuple(templates[source] for source in sources)
 
-    def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[Encoded]:
+    def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[EncodedDocument]:
         """Return the documents of conversations. Raises UserError for a bad record, identified by `where`."""
         chats = [self._render(conversation, place) for conversation, place in zip(conversations, where, strict=True)]
         documents = encode_spans(self.tokenizer, [chat.text for chat in chats], [chat.spans for chat in chats], where)
@@ -117,7 +117,7 @@ class ChatEncoder:
             for document, chat, conversation in zip(documents, chats, conversations, strict=True)
         ]
 
-    def _render(self, conversation: Turns, where: str) -> "_Rendered":
+    def _render(self, conversation: Turns, where: str) -> "_RenderedChat":
         template = self._templates[bool(conversation.tools)]
         _check_tools(conversation, template, where)
         messages = [{**message, TURN_KEY: index} for index, message in enumerate(conversation.messages)]
@@ -127,7 +127,7 @@ class ChatEncoder:
                 {TURN_KEY: len(messages), **each} for each in prepend_system_message(messages, self.system_prompt)
             ]
         try:
-            rendered = _Rendered(template, messages, conversation.tools, where)
+            rendered = _RenderedChat(template, messages, conversation.tools, where)
             rendered.check_texts()
             rendered.find_spans(self.train_on, conversation.weights)
             if self._mask_thoughts:
@@ -140,8 +140,8 @@ class ChatEncoder:
         return rendered
 
 
-class _Rendered:
-    """Holds a rendered conversation, its trained `spans`, and the parts of the record that are `lost`."""
+class _RenderedChat:
+    """Renders a conversation, locates its trained `spans`, and collects the parts of the record that are `lost`."""
 
     def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
         self.spans: list[WeightedSpan] = []
@@ -160,10 +160,10 @@ class _Rendered:
             role, turn = message["role"], message[TURN_KEY]
             _, inline, _, text = split_reasoning(message)
             for reasoning in (inline, str(message.get("reasoning_content") or "")):
-                if not self._is_written(reasoning, turn, self._marks.reasoning):
+                if not self._is_rendered(reasoning, turn, self._marks.reasoning):
                     self.lost[LOST_REASONING] = None
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
-            if self._is_written(text, turn, self._marks.texts) and all(name in self.text for name in calls):
+            if self._is_rendered(text, turn, self._marks.texts) and all(name in self.text for name in calls):
                 if len(calls) > 1 and not self._template.writes_parallel_calls:
                     problem = f"writes one tool call per turn, but turn {turn + 1} has {len(calls)}"
                     raise UserError(f"{self._where}: the chat template {problem}; write each as a separate turn")
@@ -172,7 +172,7 @@ class _Rendered:
             else:
                 raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
 
-    def _is_written(self, text: str, turn: int, marked: Spans) -> bool:
+    def _is_rendered(self, text: str, turn: int, marked: Spans) -> bool:
         core = text.strip()
         if self._texts_are_marked or not core:
             return not core or turn in marked
@@ -214,12 +214,12 @@ class _Rendered:
 
     def check_end(self) -> None:
         """Record a missing end-of-turn token after the last answer; without it, the model would not learn to stop."""
-        if self.spans and not self._template.token_at_end(self.text, *self.spans[-1][:2]):
+        if self.spans and not self._template.find_token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
 
     def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
         """Replace image placeholders with the images' tokens, which are not trained."""
-        edits, is_animated = reader.find_edits(self.text, images, self._where)
+        edits, is_animated = reader.build_edits(self.text, images, self._where)
         self.text, self.spans = replace_spans(self.text, self.spans, edits)
         if is_animated:
             self.lost[FIRST_FRAME] = None
@@ -235,27 +235,26 @@ class _Rendered:
     def _find_answer(self, index: int, blocks: list[Span]) -> list[Span]:
         template, text, turn = self._template, self.text, self._chat[index][TURN_KEY]
         if template.has_generation_blocks:
-            answer_start = self._find_answer_start(
-                index, *blocks[0]
-            )  # a block may hold the header, which is never trained
+            # A block may contain the header, which is never trained.
+            answer_start = self._find_answer_start(index, *blocks[0])
             spans = [
                 (max(begin, answer_start), stop)
                 for start, end in blocks
                 for begin, stop in self._marks.generation
                 if start <= begin < stop <= end and answer_start < stop
             ]
-            if spans and not template.token_at_end(text, *spans[-1]):  # the template's block ends before the token
-                spans[-1] = (spans[-1][0], template.token_after(text[: blocks[-1][1]], spans[-1][1])[1])
+            if spans and not template.find_token_at_end(text, *spans[-1]):  # the template's block ends before the token
+                spans[-1] = (spans[-1][0], template.find_token_after(text[: blocks[-1][1]], spans[-1][1])[1])
             return spans
         start, end = blocks[0]
         begin, texts = self._find_answer_start(index, start, end), self._marks.texts
         if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
             # The turn contains the results of its calls; rendering without them shows where they begin.
             alone = template.render_marked(self._chat[: index + 1], self._tools)
-            stop = start + template.common_length(alone.text[alone.turns[turn][0][0] :], text[start:end])
+            stop = start + template.measure_common_prefix(alone.text[alone.turns[turn][0][0] :], text[start:end])
             return [(begin, max(begin, stop)), *(span for span in texts.get(turn, []) if span[0] >= max(begin, stop))]
         spans = [(begin, end), *blocks[1:]]
-        spans[-1] = (spans[-1][0], self._find_answer_end(index, *spans[-1]))
+        spans[-1] = (spans[-1][0], self._close_answer(index, *spans[-1]))
         return spans
 
     def _find_answer_start(self, index: int, start: int, end: int) -> int:
@@ -263,21 +262,21 @@ class _Rendered:
         begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
         first = min((begin for begin in begins if start <= begin <= end), default=None)
         lead = None if first is None else self.text[start:first]
-        observed = self._template.generation_prompt(self._chat[:index], self._tools, lead)
+        observed = self._template.render_generation_prompt(self._chat[:index], self._tools, lead)
         # The prompt may follow a default system prompt in the turn, or be at the end of the question's turn.
         prompt, last = (observed or self._template.default_prompt).lstrip(), end if first is None else first
         at = self.text.find(prompt, max(0, start - len(prompt)), last)
         if at >= 0:
             return max(start, at + len(prompt))
         # A prompt may contain the start of an answer, such as <think>, that this turn lacks.
-        common = self._template.common_header(prompt, self.text[start:last])
+        common = self._template.measure_common_header(prompt, self.text[start:last])
         # After tool results in the model's turn, some templates have no prompt, although they have one after questions.
         has_no_prompt = observed == "" and self._template.question_prompt
         return start + common if common or has_no_prompt or first is None else first
 
-    def _find_answer_end(self, index: int, start: int, end: int) -> int:
-        """Find the end of an answer's end-of-turn token; append a missing one. A line break after it is not trained."""
-        token, stop = self._template.end_of_answer(self.text, start, end)
+    def _close_answer(self, index: int, start: int, end: int) -> int:
+        """Return the end of an answer's end-of-turn token, which is appended to the text if it is missing."""
+        token, stop = self._template.find_end_of_answer(self.text, start, end)
         closing = self._template.closings["tool_calls" in self._chat[index]]
         if token in self._template.special or not closing or self.text[stop:].strip() or closing.strip() == token:
             return stop
@@ -285,9 +284,9 @@ class _Rendered:
         return len(self.text)
 
     def _find_end_token(self, start: int, end: int) -> Span:
-        """Find the end-of-turn token at the end of a block; closing tags like [/INST] and </result> do not count."""
+        """Find the end-of-turn token at the end of a block; exclude closing tags like [/INST] and </result>."""
         stop = start + len(self.text[start:end].rstrip())
-        token = self._template.token_at_end(self.text, start, end)
+        token = self._template.find_token_at_end(self.text, start, end)
         closes = token.startswith(("</", "[/")) and token != self._template.eos_token
         return (stop if closes else stop - len(token), stop)
 
@@ -313,7 +312,7 @@ def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> Non
 
 
 def _merge_spans(spans: list[Span], text: str) -> list[Span]:
-    """Merge spans that are separated only by white space."""
+    """Merge spans that are separated only by whitespace."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and not text[merged[-1][1] : start].strip():

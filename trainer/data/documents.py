@@ -20,14 +20,14 @@ from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import replaces
 from trainer.data.conversations import LOST, ChatEncoder, build_template_variables, find_chat_template
-from trainer.data.formats import PREFERENCE, UNPAIRED, Shape, find_shape, join_names
+from trainer.data.formats import PREFERENCE, UNPAIRED, RecordFormat, detect_format, join_names
 from trainer.data.marks import strip_reasoning
-from trainer.data.pairs import Labeled, Pair, join_labeled, join_pair, read_pair, read_unpaired
-from trainer.data.records import Text, Turns, find_answers, find_prompt_form, read_record
+from trainer.data.pairs import LabeledAnswer, Pair, join_labeled_answers, join_pair, read_pair, read_unpaired
+from trainer.data.records import Text, Turns, find_prompt_form, flag_nonempty_answers, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row
-from trainer.data.tokens import Encoded, encode_texts, find_leading_token
+from trainer.data.tokens import EncodedDocument, encode_texts, find_leading_token
 from trainer.data.vision import ImageReader
 
 if TYPE_CHECKING:
@@ -37,18 +37,18 @@ _COLUMNS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("column
 LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
 """Column types of tokenized documents; columns.yaml describes the columns."""
 ROWS_AT_ONCE = 512
-Example = Turns | Text | Pair | Labeled
+Example = Turns | Text | Pair | LabeledAnswer
 # One token to predict, and the one before it.
 SHORTEST_PART = 2
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    shape: Shape
+    format: RecordFormat
     skipped: int
     notes: tuple[str, ...]
     prompt_text: str | None
-    """Form of text prompts (see `find_prompt_form`); None for conversations."""
+    """Format string of text prompts (see `find_prompt_form`); None for conversations."""
 
 
 class DocumentEncoder:
@@ -93,12 +93,12 @@ class DocumentEncoder:
         self._first = find_leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def find_shape(
+    def detect_format(
         self, source: SourceSection, rows: Sequence[Mapping[str, Any]], label: str
-    ) -> tuple[Shape, dict[str, Any]]:
+    ) -> tuple[RecordFormat, dict[str, Any]]:
         """Detect a source's format from its first rows; return the format and the first record.
 
-        Raises UserError if no row is readable.
+        Raises UserError if no row is readable or the format cannot be detected.
         """
         records = []
         for row in rows:
@@ -106,41 +106,41 @@ class DocumentEncoder:
                 records.append(parse_row(row))
         records = records or [parse_row(row) for row in rows]
         fields = list(dict.fromkeys(name for record in records for name in record))
-        return find_shape(source, fields, records[0], label, has_chat_template=self.chat is not None), records[0]
+        return detect_format(source, fields, records[0], label, has_chat_template=self.chat is not None), records[0]
 
     def encode_rows(
-        self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str
+        self, rows: Sequence[Mapping[str, Any]], first: int, fmt: RecordFormat, label: str
     ) -> dict[str, list[Any]]:
-        """Return the columns (columns.yaml) of a source's rows; the first row is record number `first` (from 0)."""
+        """Return the columns (columns.yaml) of consecutive rows of a source; `first` is the index of the first row."""
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
-            return self._encode_columns(rows, shape, where)
+            return self._encode_columns(rows, fmt, where)
         except UserError:
             if not self.skips:
                 raise
         problems: dict[str, str] = {}
         for row, place in zip(rows, where, strict=True):
             try:
-                self._encode_columns([row], shape, [place])
+                self._encode_columns([row], fmt, [place])
             except UserError as error:
                 problems[place] = str(error)
         good = [(row, place) for row, place in zip(rows, where, strict=True) if place not in problems]
-        columns = self._encode_columns([row for row, _ in good], shape, [place for _, place in good])
+        columns = self._encode_columns([row for row, _ in good], fmt, [place for _, place in good])
         for problem in problems.values():
             for name, column in columns.items():
                 column.append([] if name in LISTS else {"bool": False, "string": problem}.get(VALUES[name], 0))
         return columns
 
     def _encode_columns(
-        self, records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
+        self, records: Sequence[Mapping[str, Any]], fmt: RecordFormat, where: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Return the columns of a source's rows. Raises UserError for a bad record."""
+        """Return the columns of rows, as `encode_rows` does. Raises UserError for a bad record."""
         columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
-        read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(shape.format, read_record)
+        read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(fmt.name, read_record)
         examples: list[Any] = []
         places: list[str] = []
         for record, place in zip(records, where, strict=True):
-            example = read(parse_row(record), shape, place, self.system_prompt)
+            example = read(parse_row(record), fmt, place, self.system_prompt)
             for each in example if isinstance(example, list) else [example]:
                 examples.append(self._apply_settings(each))
                 places.append(place)
@@ -150,9 +150,9 @@ class DocumentEncoder:
                 columns[name].append(value)
         return columns
 
-    def _describe_document(self, example: Example, document: Encoded, continued: bool) -> dict[str, Any]:
-        sides = _sides(example)
-        answers = [answer for side in sides for answer in find_answers(side, self.train_on)]
+    def _describe_document(self, example: Example, document: EncodedDocument, continued: bool) -> dict[str, Any]:
+        sides = _list_sides(example)
+        answers = [answer for side in sides for answer in flag_nonempty_answers(side, self.train_on)]
         turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
         weights = document.trained[: self.max_length]
         trained = [weight > 0 for weight in weights]
@@ -172,7 +172,7 @@ class DocumentEncoder:
             "image_tokens": sum(token in image_ids for token in document.input_ids),
             "rejected": document.rejected,
             "margin": example.margin if isinstance(example, Pair) else 0.0,
-            "label": (1 if example.is_desirable else -1) if isinstance(example, Labeled) else 0,
+            "label": (1 if example.is_desirable else -1) if isinstance(example, LabeledAnswer) else 0,
             "targets": 0 if is_dropped else sum(trained[1:]),
             "truncated": too_long or document.cut,
             "answers": len(answers),
@@ -185,7 +185,7 @@ class DocumentEncoder:
 
     def _check_images(self, example: Example, where: str) -> None:
         """Raise UserError if a pair's answers have different images, or if the model does not support image input."""
-        images = {side.images for side in _sides(example) if isinstance(side, Turns)}
+        images = {side.images for side in _list_sides(example) if isinstance(side, Turns)}
         if any(images) and self.images is None:
             fix = "use a model listed in docs/reference/vision-models.md and install its package, or remove the images"
             raise UserError(f"{where}: has images, but image input is not supported for this model; {fix}")
@@ -197,7 +197,7 @@ class DocumentEncoder:
         if isinstance(example, Pair):
             chosen, rejected = map(self._apply_settings, (example.chosen, example.rejected))
             return replace(example, chosen=chosen, rejected=rejected)
-        if isinstance(example, Labeled):
+        if isinstance(example, LabeledAnswer):
             return replace(example, answer=self._apply_settings(example.answer))
         if not isinstance(example, Turns):
             return example
@@ -209,13 +209,13 @@ class DocumentEncoder:
             weights |= dict.fromkeys(answers[:-1], 0.0)
         return replace(example, messages=messages, weights=weights)
 
-    def build_report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
+    def build_report(self, label: str, fmt: RecordFormat, first: Mapping[str, Any], rows: Any) -> SourceReport:
         problems = rows.column("problem").drop_null().to_pylist()
         total = len(rows.column("problem")) - pc.sum(rows.column("continued")).as_py()
         if total == len(problems):
             raise UserError(problems[0])
-        notes = [shape.note]
-        if self.system_prompt and shape.format == "completion":
+        notes = [fmt.note]
+        if self.system_prompt and fmt.name == "completion":
             notes.append(f"warning: {label}: texts have no prompt, so dataset.system_prompt is not used")
         counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
         unread = {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
@@ -227,18 +227,18 @@ class DocumentEncoder:
             notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
         if problems:
             notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
-        text = find_prompt_form(shape, first)
-        if text is not None and self.chat is not None and shape.format == "prompt_completion":
-            fields = f"{{instruction: {shape.names['prompt']}, output: {shape.names['completion']}}}"
+        text = find_prompt_form(fmt, first)
+        if text is not None and self.chat is not None and fmt.name == "prompt_completion":
+            fields = f"{{instruction: {fmt.names['prompt']}, output: {fmt.names['completion']}}}"
             notes.append(
                 f"{label}: prompts are used as plain text, without the tokenizer's chat template, in training and "
                 f"generation; to use the template, set {label}.format=alpaca and {label}.fields={fields}"
             )
-        return SourceReport(shape, len(problems), tuple(notes), text)
+        return SourceReport(fmt, len(problems), tuple(notes), text)
 
     def _split(
-        self, examples: Sequence[Example], documents: Sequence[Encoded]
-    ) -> Iterator[tuple[Example, Encoded, bool]]:
+        self, examples: Sequence[Example], documents: Sequence[EncodedDocument]
+    ) -> Iterator[tuple[Example, EncodedDocument, bool]]:
         """Split texts into parts of max_length tokens; yield each document and whether it continues the previous one.
 
         Each part starts with the last token of the previous part, so that every token but the first is a target once.
@@ -246,26 +246,26 @@ class DocumentEncoder:
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, Text) and not example.prompt
             if self.too_long != "split" or not is_text or self.max_length < SHORTEST_PART:
-                yield example, document, isinstance(example, Labeled) and example.continued
+                yield example, document, isinstance(example, LabeledAnswer) and example.continued
                 continue
             ids, trained = document.input_ids, document.trained
             for at in range(0, max(1, len(ids) - 1), self.max_length - 1):
                 part = slice(at, at + self.max_length)
-                yield example, Encoded(ids[part], trained[part]), at > 0
+                yield example, EncodedDocument(ids[part], trained[part]), at > 0
 
-    def encode(self, examples: Sequence[Example], where: Sequence[str]) -> list[Encoded]:
+    def encode(self, examples: Sequence[Example], where: Sequence[str]) -> list[EncodedDocument]:
         """Return untruncated documents, in order; conversations and texts are each tokenized in one batch."""
-        labelled = [example for example in examples if isinstance(example, Labeled)]
-        if labelled:
-            answers = self.encode([each.answer for each in labelled], where)
-            return join_labeled(answers, [each.is_desirable for each in labelled], self.max_length, self._first)
+        labeled = [example for example in examples if isinstance(example, LabeledAnswer)]
+        if labeled:
+            answers = self.encode([each.answer for each in labeled], where)
+            return join_labeled_answers(answers, [each.is_desirable for each in labeled], self.max_length, self._first)
         pairs = [example for example in examples if isinstance(example, Pair)]
         if pairs:
             sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
             answers = self.encode(sides, [place for place in where for _ in range(2)])
             answer_pairs = zip(answers[::2], answers[1::2], strict=True)
             return [join_pair(chosen, rejected, self.max_length, self._first) for chosen, rejected in answer_pairs]
-        encoded: dict[int, Encoded] = {}
+        encoded: dict[int, EncodedDocument] = {}
         chats = {at: example for at, example in enumerate(examples) if isinstance(example, Turns)}
         texts = {at: example for at, example in enumerate(examples) if isinstance(example, Text)}
         if chats:
@@ -282,11 +282,11 @@ class DocumentEncoder:
         return [encoded[at] for at in range(len(examples))]
 
 
-def _sides(example: Example) -> list[Turns | Text]:
+def _list_sides(example: Example) -> list[Turns | Text]:
     """Return both answers of a pair, or the only answer, each with its prompt."""
     if isinstance(example, Pair):
         return [example.chosen, example.rejected]
-    return [example.answer if isinstance(example, Labeled) else example]
+    return [example.answer if isinstance(example, LabeledAnswer) else example]
 
 
 @replaces("`os.environ` after `Dataset.map`")
@@ -304,7 +304,7 @@ def encode_source(
     scratch = file.with_suffix(".records")
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
-    shape, first = encoder.find_shape(source, list(records.take(ROWS_AT_ONCE)), label)
+    fmt, first = encoder.detect_format(source, list(records.take(ROWS_AT_ONCE)), label)
     environment, count = os.environ, min(workers, len(records))
     # With a handler installed, CPython loses a signal that reaches a forked worker before its first instruction, and a
     # pool that terminates its workers because one has failed would wait forever.
@@ -317,7 +317,7 @@ def encode_source(
             with_indices=True,
             remove_columns=records.column_names,
             features=Features(columns),
-            fn_kwargs={"encoder": encoder, "shape": shape, "label": describe_source(source, label)},
+            fn_kwargs={"encoder": encoder, "fmt": fmt, "label": describe_source(source, label)},
             num_proc=count if count > 1 else None,
             cache_file_name=str(file),
             new_fingerprint=file.stem,
@@ -330,11 +330,11 @@ def encode_source(
             signal.signal(signal.SIGTERM, handler)
         del records
         shutil.rmtree(scratch, ignore_errors=True)
-    return documents, encoder.build_report(label, shape, first, documents.data)
+    return documents, encoder.build_report(label, fmt, first, documents.data)
 
 
 def _encode_batch(
-    batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, shape: Shape, label: str
+    batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, fmt: RecordFormat, label: str
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return encoder.encode_rows(rows, indices[0], shape, label)
+    return encoder.encode_rows(rows, indices[0], fmt, label)

@@ -1,4 +1,4 @@
-"""The format of a source and the meaning of its fields, from the configuration or the first record."""
+"""Determine the format of a source and the meaning of its fields from the configuration or the first record."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,10 +23,10 @@ SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + c
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Holds the format of a source, and the names of its fields in the records."""
+class RecordFormat:
+    """Holds the name of a source's format, and the names of the format's fields in the records."""
 
-    format: str
+    name: str
     names: Mapping[str, str]
     template: str | None = None
     template_without_input: str | None = None
@@ -38,12 +38,12 @@ class Shape:
     """Base folder of relative image paths."""
 
 
-def find_shape(
+def detect_format(
     source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, *, has_chat_template: bool
-) -> Shape:
-    """Find the format of a source's records from the configuration, the column names and the first record.
+) -> RecordFormat:
+    """Determine a source's format from the configuration, the column names and the first record.
 
-    Raises UserError, naming the actual and the expected fields.
+    Raises UserError if the fields match no format, or do not match the configured format.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
     lists = [name for name, value in first.items() if isinstance(value, list) and {*map(type, value)} == {str}]
@@ -52,14 +52,14 @@ def find_shape(
         raise UserError(f"{where}: each field is a list ({join_names(columns)}); {ONE_RECORD_PER_LINE}")
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
-        shape = _detect_shape(source, columns, first, label)
+        fmt = _detect_auto(source, columns, first, label)
     else:
-        shape = _read_settings(source, format_, columns, label)
+        fmt = _read_configured_format(source, format_, columns, label)
     path = Path(source.path or ".").expanduser()
-    return replace(shape, folder=path if path.is_dir() else path.parent, alpaca_as_chat=has_chat_template)
+    return replace(fmt, folder=path if path.is_dir() else path.parent, alpaca_as_chat=has_chat_template)
 
 
-def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> Shape:
+def _read_configured_format(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> RecordFormat:
     names = {name: source.fields.get(name, name) for name in REQUIRED[format_] + OPTIONAL[format_]}
     for name in {"messages", "conversations"} & {*REQUIRED[format_]} - {*columns, *source.fields}:
         names[name] = next((other for other in TURN_LISTS if other in columns), name)
@@ -72,7 +72,7 @@ def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], 
         )
     if format_ == "custom":
         names |= _find_template_names(source, columns, label)
-    return Shape(
+    return RecordFormat(
         format_,
         names,
         template=source.template,
@@ -82,41 +82,41 @@ def _read_settings(source: SourceSection, format_: str, columns: Sequence[str], 
     )
 
 
-def _detect_shape(source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str) -> Shape:
+def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str) -> RecordFormat:
     renamed = {name: column for name, column in source.fields.items() if column in columns}
     present = {column: column for column in columns if column not in renamed.values()} | renamed
 
-    def shape(format_: str, names: Mapping[str, str]) -> Shape:
+    def build_format(format_: str, names: Mapping[str, str]) -> RecordFormat:
         optional = {name: present.get(name, name) for name in OPTIONAL[format_]} | dict(source.fields)
         fields = " + ".join(names[name] for name in REQUIRED[format_])
         note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
-        return Shape(format_, {**optional, **names}, roles=_map_roles(source), note=note)
+        return RecordFormat(format_, {**optional, **names}, roles=_map_roles(source), note=note)
 
     configured = bool({"chosen", "rejected"} & set(source.fields))
     if configured or not source.fields:
         if names := _find_preference_names(present, first, label, configured=configured):
-            return shape(PREFERENCE, names)
+            return build_format(PREFERENCE, names)
     if isinstance(first.get(present.get("label", "")), bool) and present.keys() & {
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
-        return shape(UNPAIRED, {"label": present["label"]})
+        return build_format(UNPAIRED, {"label": present["label"]})
     for name in TURN_LISTS:
         turns = first.get(present[name]) if name in present else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
             if source.fields.get("role", "role") in turns[0]:
-                return shape("messages", {"messages": present[name]})
+                return build_format("messages", {"messages": present[name]})
             if source.fields.get("from", "from") in turns[0]:
-                return shape("sharegpt", {"conversations": present[name]})
+                return build_format("sharegpt", {"conversations": present[name]})
     for format_ in ("messages", "sharegpt", "alpaca", "prompt_completion", "completion"):
         if all(name in present for name in REQUIRED[format_]):
-            return shape(format_, {name: present[name] for name in REQUIRED[format_]})
+            return build_format(format_, {name: present[name] for name in REQUIRED[format_]})
     for pair in (("role", "content"), ("from", "value")):
         if not source.fields and set(pair) <= present.keys():
             problem = f"each record is a single turn ({' and '.join(pair)})"
             raise UserError(f"{label}.format=auto: {problem}; write conversations as lists of turns in `messages`")
     for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
-            return shape(format_, {name: present[column] for name, column in names.items()})
+            return build_format(format_, {name: present[column] for name, column in names.items()})
     lists = [name for name, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
         problem = f"is a map of lists ({join_names(lists)}), not a list of records"
@@ -202,7 +202,7 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
 
 def describe_type(value: Any) -> str:
     names = {dict: "a record", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
-    return "nothing" if value is None else names.get(type(value), type(value).__name__)
+    return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
 def join_names(names: Iterable[str]) -> str:

@@ -58,7 +58,6 @@ class DataStats:
     """Number of documents with images."""
     image_tokens: int = 0
     prompt_text: str | None = None
-    """Form of text prompts (see `records.find_prompt_form`); None if there are conversations."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of records skipped by `dataset.on_bad_record: skip`, per source."""
     notes: tuple[str, ...] = ()
@@ -79,10 +78,10 @@ class DataStats:
 
     def warnings(self) -> list[str]:
         limit, held_out = f"dataset.max_length={self.max_length}", self.evaluation or DataStats()
-        lost = "the beginning of their prompts" if self.pairs else "their end"
+        cut = " by removing the beginning of their prompts" * bool(self.pairs)
         leaks = "held-out documents are also in the training data, so the held-out loss is too low"
         problems = (
-            (self.truncated, self.documents, WARNED_FRACTION, f"{self._unit}s are cut at {limit}, and lose {lost}"),
+            (self.truncated, self.documents, WARNED_FRACTION, f"{self._unit}s are truncated to fit {limit}{cut}"),
             (self.dropped, self.records, WARNED_FRACTION, "records are dropped because they have no trained tokens"),
             (self.too_long, self.records, WARNED_FRACTION, f"records are longer than {limit} and dropped"),
             (self.copies, self.documents, MANY_COPIES, "documents are exact copies of others"),
@@ -90,7 +89,7 @@ class DataStats:
         )
         warnings = []
         if self.empty > WARNED_FRACTION * self.answers:
-            warnings.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach the model to say nothing")
+            warnings.append(f"{self.empty:,} of {self.answers:,} answers are empty; they teach the model not to answer")
         if self.control:
             warnings.append(
                 f"{self.control:,} conversations have the tokenizer's special tokens in the text of a turn, where they "
@@ -136,8 +135,8 @@ def group_documents(
 ) -> tuple[Grouping, Grouping, DataStats]:
     """Return training samples, held-out samples and their statistics from the columns of all documents.
 
-    Records are held out before mix weights repeat any, so that no record is in both parts. Raises UserError if a part
-    is empty or has no trained tokens.
+    Records are held out before they are repeated by mix weights, so that no record is in both parts. Raises UserError
+    if a part is empty or has no trained tokens.
     """
     generator = np.random.default_rng(seed)
     parts = [*train, *evaluation]
@@ -209,7 +208,7 @@ def _build_samples(
     section: DatasetSection, columns: Columns, records: Index, members: Index, label: str
 ) -> tuple[Grouping, DataStats]:
     if len(records) and not len(members):
-        raise _no_targets_error(section, columns, records, label)
+        raise _build_no_targets_error(section, columns, records, label)
     record_columns = {name: column[records] for name, column in columns.items()}
     member_columns = {name: column[members] for name, column in columns.items()}
     too_long = record_columns["truncated"] & (record_columns["targets"] == 0)
@@ -218,7 +217,7 @@ def _build_samples(
     without_targets = int((record_columns["targets"] == 0).sum())
     unique = np.unique(members)  # repeats by the weights of a mix are intended
     if section.packing:
-        packs = best_fit(member_columns["length"], section.max_length)
+        packs = pack_best_fit(member_columns["length"], section.max_length)
         starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)
         grouping = Grouping(starts, _concatenate([members[pack] for pack in packs]))
     else:
@@ -247,7 +246,7 @@ def _build_samples(
     )
 
 
-def _no_targets_error(section: DatasetSection, columns: Columns, records: Index, label: str) -> UserError:
+def _build_no_targets_error(section: DatasetSection, columns: Columns, records: Index, label: str) -> UserError:
     if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
         renamed = any(source.roles for source in (section, *section.mix))
@@ -267,7 +266,7 @@ def _concatenate(parts: Sequence[Index]) -> Index:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
+def pack_best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Pack documents into packs of at most `capacity` tokens; return the indices of the documents of each pack.
 
     Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the minimum

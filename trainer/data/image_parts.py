@@ -1,4 +1,4 @@
-"""Read and decode a conversation's images: parts of its turns, or a list of images for its `<image>` marks."""
+"""Read and decode a conversation's images: parts of its turns, or a list of images for its `<image>` placeholders."""
 
 import base64
 import binascii
@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from trainer.config import UserError
 from trainer.config.errors import format_count
 from trainer.config.files import read_bytes
-from trainer.data.formats import Shape, describe_type
+from trainer.data.formats import RecordFormat, describe_type
 
 IMAGE = "\ufdd2"
 """Placeholder of an image in the text of a turn: a noncharacter, which no valid text contains."""
@@ -33,15 +33,15 @@ _DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 class ImageParts:
     """Collects the images of one record while its turns are read."""
 
-    def __init__(self, record: Mapping[str, Any], shape: Shape) -> None:
-        names = (shape.names.get("images", "images"), "image")
+    def __init__(self, record: Mapping[str, Any], fmt: RecordFormat) -> None:
+        names = (fmt.names.get("images", "images"), "image")
         self._record, self._name = record, next((name for name in names if name in record), None)
-        self._folder = shape.folder
+        self._folder = fmt.folder
         self._values = list[Any]()
         """The image of each placeholder, None if it is in the record's list of images."""
 
     def read_part(self, part: Mapping[str, Any]) -> str:
-        self._values.append(_first_source(part))
+        self._values.append(_select_source(part))
         return IMAGE
 
     def read_marks(self, text: str) -> str:
@@ -52,7 +52,7 @@ class ImageParts:
         return text.replace(MARK, IMAGE)
 
     def store(self, where: str) -> tuple[bytes, ...]:
-        """Return the images in order, in the form of `store_image`.
+        """Return the images in order, in the format of `store_image`.
 
         Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
         """
@@ -76,12 +76,12 @@ class ImageParts:
 
 
 def store_image(value: Any, folder: Path | None, where: str) -> bytes:
-    """Return the bytes of an image, or a reference to its file. Raises UserError for any other value.
+    """Return the bytes of an image, or a reference to its file. Raises UserError if the value is not an image.
 
     Relative paths are resolved in `folder`, which holds the records, and then in the working directory.
     """
     if isinstance(value, Mapping):
-        return store_image(_first_source(value), folder, where)
+        return store_image(_select_source(value), folder, where)
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -102,7 +102,7 @@ def store_image(value: Any, folder: Path | None, where: str) -> bytes:
     raise UserError(f"{where}: no such file: {value[:200]} (searched in {folder or '.'}); fix the path")
 
 
-def _first_source(part: Mapping[str, Any]) -> Any:
+def _select_source(part: Mapping[str, Any]) -> Any:
     return next((part[name] for name in SOURCES if part.get(name) is not None), None)
 
 

@@ -23,7 +23,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
 # An answer that begins with reasoning, as models write it and templates split it.
 _INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
-# The tags around reasoning, with adjacent white space.
+# The tags around reasoning, with adjacent whitespace.
 _OPEN_TAG, _CLOSE_TAG = r"[<\[][\w:|]*think[\w:|]*[>\]]", r"[<\[]/[\w:|]*think[\w:|]*[>\]]"
 _OPENED, _CLOSED = re.compile(rf"\s*{_OPEN_TAG}\s*\Z", re.IGNORECASE), re.compile(rf"\s*{_CLOSE_TAG}\s*", re.IGNORECASE)
 _EMPTY_THOUGHT = re.compile(rf"(?:(?<!\s)\s*{_OPEN_TAG}\s*)?{_CLOSE_TAG}\s*", re.IGNORECASE)
@@ -32,7 +32,7 @@ Spans = dict[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedChat:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
     `turns[i]` has the spans rendered by loop iterations over message i, in order; `texts[i]` and `reasoning[i]`
@@ -52,8 +52,8 @@ def mark_template(source: str) -> str:
 
     Raises jinja2.TemplateSyntaxError if the template cannot be parsed.
     """
-    # transformers' options, which determine the white space that tags strip. The lexer strips it here, so text is
-    # written as output expressions, which no tag strips again.
+    # transformers' options, which determine the whitespace that tags strip. The lexer already strips it, so text is
+    # written as output expressions, from which tags strip nothing.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     pieces = ["{% set zerolora_namespace = namespace %}"]  # a macro may have a parameter called namespace
     tag: list[tuple[str, str]] = []
@@ -62,7 +62,7 @@ def mark_template(source: str) -> str:
     for _, kind, value in environment.lex(source):
         if kind in ("raw_begin", "raw_end", "comment_begin", "comment", "comment_end"):
             continue
-        pieces.append(_literal(value) if kind == "data" else value)
+        pieces.append(_quote_literal(value) if kind == "data" else value)
         if kind == "block_begin":
             tag, begin = [], len(pieces) - 1
         elif kind == "block_end":
@@ -72,14 +72,14 @@ def mark_template(source: str) -> str:
                 open_loops.append(loops if words[2:3] == ["in"] else None)
                 if open_loops[-1] is not None:
                     pieces.insert(begin, f"{{% set zerolora_{loops} = zerolora_namespace(turns=false) %}}")
-                    pieces.append(_loop_marker(loops, words[1]))
+                    pieces.append(_build_loop_marker(loops, words[1]))
                 loops += 1
             elif words[:1] == ["endfor"] and open_loops:
                 loop = open_loops.pop()
                 if loop is not None:
-                    pieces.append(f"{{{{ '{_mark(f'{loop}:')}' if zerolora_{loop}.turns }}}}")
+                    pieces.append(f"{{{{ '{_build_marker(f'{loop}:')}' if zerolora_{loop}.turns }}}}")
             elif words[:1] in (["generation"], ["endgeneration"]):
-                pieces.append(_literal(_mark(f"{words[0]}:")))
+                pieces.append(_quote_literal(_build_marker(f"{words[0]}:")))
         elif kind != "whitespace":
             tag.append((kind, value))
     return "".join(pieces)
@@ -107,7 +107,7 @@ def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return stripped | ({"content": text.lstrip()} if any(thought) else {})
 
 
-def find_thoughts(marked: Marked) -> list[tuple[int, int]]:
+def find_thoughts(marked: MarkedChat) -> list[tuple[int, int]]:
     """Return the spans of reasoning including its tags, such as `<think>` and `[/THINK]`, and of empty thoughts."""
     thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(marked.text)]
     for start, end in (span for spans in marked.reasoning.values() for span in spans):
@@ -121,7 +121,7 @@ def has_generation_blocks(source: str) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
-def read_marks(rendered: str) -> Marked:
+def read_marks(rendered: str) -> MarkedChat:
     """Remove the markers from a chat rendered by a marked template, and return their positions."""
     pieces: list[str] = []
     turns: Spans = {}
@@ -152,29 +152,29 @@ def read_marks(rendered: str) -> Marked:
             if turn:
                 open_spans[name] = (int(turn), length)
     pieces.append(rendered[position:])
-    return Marked("".join(pieces), turns, generation, texts["text"], texts["reasoning"])
+    return MarkedChat("".join(pieces), turns, generation, texts["text"], texts["reasoning"])
 
 
 def _mark_text(kind: str, text: str, turn: int) -> str:
-    """Return a text between markers; white space around it stays outside, where templates can trim it."""
+    """Return a text between markers; whitespace around it stays outside, where templates can trim it."""
     core = text.strip()
     if not core:
         return text
     before, _, after = text.partition(core)
-    return f"{before}{_mark(f'{kind}:{turn}')}{core}{_mark(f'end{kind}:{turn}')}{after}"
+    return f"{before}{_build_marker(f'{kind}:{turn}')}{core}{_build_marker(f'end{kind}:{turn}')}{after}"
 
 
-def _mark(name: str) -> str:
+def _build_marker(name: str) -> str:
     return f"{_OPEN}{name}{_CLOSE}"
 
 
-def _literal(text: str) -> str:
+def _quote_literal(text: str) -> str:
     """Return a Jinja expression that outputs a string; Jinja handles backslashes in strings as Python does."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return "{{ '" + escaped + "' }}"
 
 
-def _loop_marker(loop: int, variable: str) -> str:
+def _build_loop_marker(loop: int, variable: str) -> str:
     """Return the marker of an iteration over a numbered message; it renders as nothing in other loops."""
     key = f"{variable}.{TURN_KEY}"
     mark = f"{{{{ '{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}' }}}}"

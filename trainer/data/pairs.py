@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.config.errors import shown
-from trainer.data.formats import Shape, describe_type
+from trainer.data.formats import RecordFormat, describe_type
 from trainer.data.records import (
     Fields,
     Text,
@@ -17,7 +17,7 @@ from trainer.data.records import (
     read_conversational_pair,
     read_system,
 )
-from trainer.data.tokens import Encoded
+from trainer.data.tokens import EncodedDocument
 
 SIDES = ("chosen", "rejected")
 LARGEST_MARGIN = 1e6
@@ -28,7 +28,7 @@ DESIRABLE, UNDESIRABLE = 1.0, 0.5
 
 @dataclass(frozen=True)
 class Pair:
-    """Holds two answers, each preceded by the same prompt; only the answers are trained."""
+    """Holds a chosen and a rejected answer, each with their common prompt; only the answers are trained."""
 
     chosen: Turns | Text
     rejected: Turns | Text
@@ -38,59 +38,61 @@ class Pair:
     """Unused nonempty fields of the record."""
 
 
-def read_pair(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Pair:
+def read_pair(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Pair:
     """Read a record of the format `preference`.
 
     Answers are strings, lists of turns, or complete conversations that begin with the same turns. Raises UserError,
-    starting with `where`, for missing, empty or equal answers, different prompts, and a margin that is not a number.
+    prefixed with `where`, for missing, empty or equal answers, different prompts, and a margin that is not a number.
     """
     fields = Fields(record)
-    answers = [_read_answer(fields, shape.names[name], where) for name in SIDES]
-    margin = fields.get(name := shape.names["margin"]) or 0.0
+    answers = [_read_answer(fields, fmt.names[name], where) for name in SIDES]
+    margin = fields.get(name := fmt.names["margin"]) or 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
         problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}"
         raise UserError(f"{where}: {name}={shown(margin, 30)}: {problem}; fix it, or remove the field")
-    prompt, is_chat = _read_prompt(fields, shape, where)
+    prompt, is_chat = _read_prompt(fields, fmt, where)
     if prompt in (None, []) or _is_conversation(answers[0]):
-        field_prompt, prompt = prompt, _find_common_start(answers, where)
+        field_prompt, prompt = prompt, _find_common_prefix(answers, where)
         _check_prompt(field_prompt, prompt, where)
         answers = [answer[len(prompt) :] for answer in answers]
     if answers[0] == answers[1]:
         raise UserError(f"{where}: chosen and rejected are equal; remove the record")
     sides: list[Turns | Text] = []
     for name, answer in zip(SIDES, answers, strict=True):
-        side_shape = replace(shape, names={**shape.names, "completion": shape.names[name]})
-        sides.append(_join_answer(system_prompt, prompt, answer, fields, side_shape, where, chat=is_chat))
-    unread = dict.fromkeys([*fields.unread(), *sides[0].unread, *sides[1].unread])
+        side_fmt = replace(fmt, names={**fmt.names, "completion": fmt.names[name]})
+        sides.append(_join_answer(system_prompt, prompt, answer, fields, side_fmt, where, chat=is_chat))
+    unread = dict.fromkeys([*fields.list_unread(), *sides[0].unread, *sides[1].unread])
     return Pair(sides[0], sides[1], float(margin), tuple(unread))
 
 
 @dataclass(frozen=True)
-class Labeled:
+class LabeledAnswer:
     answer: Turns | Text
     is_desirable: bool
     continued: bool = False
     """Whether this is the second answer of its record."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Unused nonempty fields of the record."""
 
 
-def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> list[Labeled]:
+def read_unpaired(
+    record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None
+) -> list[LabeledAnswer]:
     """Read the labeled answer of a record of the format `unpaired`, or both answers of a pair.
 
-    The answer is a completion, or the last turn of a conversation. Raises UserError, starting with `where`, for a
+    The answer is a completion, or the last turn of a conversation. Raises UserError, prefixed with `where`, for a
     record without a label, a prompt or an answer.
     """
-    fields, names = Fields(record), shape.names
+    fields, names = Fields(record), fmt.names
     label = fields.get(names["label"])
     if label is None and record.get(names["chosen"]) is not None:
-        pair = read_pair(record, shape, where, system_prompt)
-        return [Labeled(pair.chosen, True, unread=pair.unread), Labeled(pair.rejected, False, continued=True)]
+        pair = read_pair(record, fmt, where, system_prompt)
+        rejected = LabeledAnswer(pair.rejected, False, continued=True)
+        return [LabeledAnswer(pair.chosen, True, unread=pair.unread), rejected]
     if not isinstance(label, bool):
         problem = "missing" if label is None else f"{describe_type(label)}, not true or false"
         fix = "set it to true for a good answer, false for a bad one"
         raise UserError(f"{where}: {names['label']} is {problem}; {fix}")
-    prompt, is_chat = _read_prompt(fields, shape, where)
+    prompt, is_chat = _read_prompt(fields, fmt, where)
     name = names["completion"] if names["completion"] in record else names["output"]
     if isinstance(prompt, list) and name not in record:
         turns, name = prompt, names["messages"]
@@ -99,25 +101,25 @@ def read_unpaired(record: Mapping[str, Any], shape: Shape, where: str, system_pr
         answer = _read_answer(fields, name, where)
     if not prompt:
         raise UserError(f"{where}: the prompt is empty; add one, or remove the record")
-    answer_shape = replace(shape, names={**names, "completion": name})
-    example = _join_answer(system_prompt, prompt, answer, fields, answer_shape, where, chat=is_chat)
-    return [Labeled(example, label, unread=tuple(dict.fromkeys([*fields.unread(), *example.unread])))]
+    answer_fmt = replace(fmt, names={**names, "completion": name})
+    example = _join_answer(system_prompt, prompt, answer, fields, answer_fmt, where, chat=is_chat)
+    return [LabeledAnswer(example, label, unread=tuple(dict.fromkeys([*fields.list_unread(), *example.unread])))]
 
 
 def _join_answer(
-    system_prompt: str | None, prompt: Any, answer: Any, fields: Fields, shape: Shape, where: str, *, chat: bool
+    system_prompt: str | None, prompt: Any, answer: Any, fields: Fields, fmt: RecordFormat, where: str, *, chat: bool
 ) -> Turns | Text:
     """Join a prompt and its answer, the field `completion`. Raises UserError if the field has no answer."""
-    name = shape.names["completion"]
+    name = fmt.names["completion"]
     turns, last = None, {"content": answer or ""}
     if answer and (chat or not (isinstance(prompt, str) and isinstance(answer, str))):
-        turns = read_conversational_pair(prompt, answer, fields, shape, where)
+        turns = read_conversational_pair(prompt, answer, fields, fmt, where)
         last = turns.messages[-1]
     if last.get("role", "assistant") != "assistant":
         raise UserError(f"{where}: {name} ends with a {last['role']} turn; add an answer, or remove the record")
     if not last["content"].strip() and not last.get("tool_calls"):
         raise UserError(f"{where}: {name} is empty; add an answer, or remove the record")
-    return turns or Text(prepend_system(read_system(fields, shape, where) or system_prompt, prompt), answer)
+    return turns or Text(prepend_system(read_system(fields, fmt, where) or system_prompt, prompt), answer)
 
 
 def _read_answer(record: Mapping[str, Any], name: str, where: str) -> Any:
@@ -131,14 +133,14 @@ def _read_answer(record: Mapping[str, Any], name: str, where: str) -> Any:
     return answer
 
 
-def _read_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> tuple[Any, bool]:
+def _read_prompt(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> tuple[Any, bool]:
     """Return the prompt (None if the answers contain it), and whether it is a user turn for the chat template."""
-    if turns := next(filter(None, (record.get(shape.names[name]) for name in ("messages", "conversations"))), None):
+    if turns := next(filter(None, (record.get(fmt.names[name]) for name in ("messages", "conversations"))), None):
         return turns, True
-    instruction = record.get(shape.names.get("instruction", ""))
+    instruction = record.get(fmt.names.get("instruction", ""))
     if not isinstance(instruction, str):
-        return record.get(shape.names.get("prompt", "prompt")), False
-    return build_alpaca_prompt(record, shape, where), shape.alpaca_as_chat
+        return record.get(fmt.names.get("prompt", "prompt")), False
+    return build_alpaca_prompt(record, fmt, where), fmt.alpaca_as_chat
 
 
 def _is_conversation(answer: Any) -> bool:
@@ -147,13 +149,13 @@ def _is_conversation(answer: Any) -> bool:
     return first.get("role", first.get("from")) in ("system", "user", "human")
 
 
-def _find_common_start(answers: Sequence[Any], where: str) -> Any:
+def _find_common_prefix(answers: Sequence[Any], where: str) -> Any:
     chosen, rejected = answers
     equal = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     if isinstance(chosen, str) and isinstance(rejected, str):
         return chosen[: max(0, chosen.rfind(" ", 0, equal), chosen.rfind("\n", 0, equal))]
     if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise UserError(f"{where}: one of chosen and rejected is a string and the other a list; use one form for both")
+        raise UserError(f"{where}: one of chosen and rejected is a string and the other a list; use one type for both")
     if not equal:
         raise UserError(f"{where}: chosen and rejected begin with different turns; begin both with the same prompt")
     return chosen[:equal]
@@ -171,7 +173,9 @@ def _check_prompt(field_prompt: Any, common: Any, where: str) -> None:
         raise UserError(f"{where}: prompt differs from the prompt in chosen and rejected; remove prompt, or fix both")
 
 
-def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | None) -> Encoded:
+def join_pair(
+    chosen: EncodedDocument, rejected: EncodedDocument, max_length: int, first: int | None
+) -> EncodedDocument:
     """Join both documents of a pair into one row of at most `max_length` tokens, if possible.
 
     Excess tokens are cut from the beginning of the prompt, the same number in both documents, which keep the
@@ -183,7 +187,7 @@ def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | 
         shortened = [_cut_prompt(document, -(-excess // 2), first) for document in (chosen, rejected)]
         if is_cut := None not in shortened:
             chosen, rejected = filter(None, shortened)
-    return Encoded(
+    return EncodedDocument(
         [*chosen.input_ids, *rejected.input_ids],
         [*chosen.trained, *rejected.trained],
         lost,
@@ -193,18 +197,18 @@ def join_pair(chosen: Encoded, rejected: Encoded, max_length: int, first: int | 
     )
 
 
-def _cut_prompt(document: Encoded, count: int, first: int | None) -> Encoded | None:
-    """Return the document without `count` tokens of its prompt, or None if no prompt would remain."""
+def _cut_prompt(document: EncodedDocument, count: int, first: int | None) -> EncodedDocument | None:
+    """Return the document without the first `count` tokens of its prompt, or None if no prompt would remain."""
     ids, trained = document.input_ids, document.trained
     start = 1 if first is not None and ids[:1] == [first] else 0
     if next((at for at, weight in enumerate(trained) if weight), 0) <= start + count:
         return None
-    return Encoded([*ids[:start], *ids[start + count :]], [*trained[:start], *trained[start + count :]])
+    return EncodedDocument([*ids[:start], *ids[start + count :]], [*trained[:start], *trained[start + count :]])
 
 
-def join_labeled(
-    answers: Sequence[Encoded], labels: Sequence[bool], max_length: int, first: int | None
-) -> list[Encoded]:
+def join_labeled_answers(
+    answers: Sequence[EncodedDocument], labels: Sequence[bool], max_length: int, first: int | None
+) -> list[EncodedDocument]:
     """Return rows of two documents: a prompt with its answer, and the same prompt with the previous row's answer.
 
     The first row takes the last row's answer. As in `join_pair`, prompts are cut in rows longer than `max_length`.
@@ -215,7 +219,7 @@ def join_labeled(
         other, other_start = answers[at - 1], starts[at - 1]
         weight = DESIRABLE if is_desirable else UNDESIRABLE
         labeled = replace(answer, trained=[weight if trained else 0.0 for trained in answer.trained])
-        mismatched = Encoded(
+        mismatched = EncodedDocument(
             [*answer.input_ids[:start], *other.input_ids[other_start:]],
             [0.0] * start + [float(trained > 0) for trained in other.trained[other_start:]],
         )

@@ -11,8 +11,6 @@ from trainer.data.vision import ImageReader
 
 @dataclass(frozen=True)
 class Prepared:
-    """Holds the results of the checks before training."""
-
     tokenizer: Any
     model_config: Any
     data: Any

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import SourceSection, UserError
-from trainer.data.formats import describe_type, find_shape, join_names
+from trainer.data.formats import describe_type, detect_format, join_names
 from trainer.data.records import Turns, read_record
 from trainer.data.source_files import READERS, build_source
 from trainer.data.sources import read_rows, read_source
@@ -29,9 +29,9 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 
 
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
-    """Yield the prompts of `logging.sample_prompts`: the prompts themselves, or data files with prompts.
+    """Yield the prompts of `logging.sample_prompts`, including those in files that it names.
 
-    A single word with the suffix of a data file names a file. Raises UserError if that file does not exist.
+    A single word with the suffix of a data file is a file name. Raises UserError if the file does not exist.
     """
     for text in texts:
         is_file = get_data_suffix(Path(text)) in READERS and (len(text.split()) == 1 or os.path.isfile(text))
@@ -62,8 +62,8 @@ def _read_prompt(record: dict[str, Any], where: str) -> Prompt:
         extra = record.get("input") if name == "instruction" else None
         return f"{record[name]}\n\n{extra}" if extra else str(record[name])
     turns = {"messages": record[name]} | context
-    shape = find_shape(SourceSection(), list(turns), turns, where, has_chat_template=True)
-    conversation = read_record(turns, shape, where)
+    fmt = detect_format(SourceSection(), list(turns), turns, where, has_chat_template=True)
+    conversation = read_record(turns, fmt, where)
     assert isinstance(conversation, Turns)
     if conversation.images or record.get("images"):
         raise UserError(f"{where}: has images; ask about an image with `zerolora generate RUN PROMPT --image FILE`")

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.config.yaml_core import read_yaml
-from trainer.data.formats import REQUIRED, UNPAIRED, Shape, describe_type, join_names
+from trainer.data.formats import REQUIRED, UNPAIRED, RecordFormat, describe_type, join_names
 from trainer.data.image_parts import IMAGE, PART_TYPES, ImageParts
 
 _NAMES: dict[str, str] = read_yaml(Path(__file__).with_name("roles.yaml")).tree
@@ -24,13 +24,13 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 NO_TEXT = ("type", "index")
 # Types of content parts that are text.
 TEXT_PARTS = (None, "text", "input_text", "output_text")
-# Forms of prompts (see `find_prompt_form`): for texts, and for prompts with completions.
+# Formats of prompts (see `find_prompt_form`): for texts, and for prompts with completions.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the form that chat templates read; `weights` has the turn weights that are not 1."""
+    """A conversation in the format that chat templates read; `weights` has the turn weights that are not 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -54,11 +54,11 @@ class Fields(Mapping[str, Any]):
     """A record that remembers which of its fields were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values, self._read_example = values, set[str]()
+        self._values, self._names_read = values, set[str]()
         self._inner: list[tuple[str, Fields]] = []
 
     def __getitem__(self, name: str) -> Any:
-        self._read_example.add(name)
+        self._names_read.add(name)
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -68,21 +68,23 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Wrap the records in a field, so that `unread` includes their unread fields."""
+        """Wrap the records in a field, so that `list_unread` includes their unread fields."""
         wrapped = [Fields(record) if isinstance(record, Mapping) else record for record in records]
         self._inner += [(name, fields) for fields in wrapped if isinstance(fields, Fields)]
         return wrapped
 
-    def unread(self) -> tuple[str, ...]:
+    def list_unread(self) -> tuple[str, ...]:
         nonempty = [name for name, value in self._values.items() if value not in (None, "", [], {})]
-        inner = [(name, field) for name, fields in self._inner for field in fields.unread() if field not in NO_TEXT]
+        inner = [
+            (name, field) for name, fields in self._inner for field in fields.list_unread() if field not in NO_TEXT
+        ]
         return (
-            *(name for name in nonempty if name not in self._read_example),
+            *(name for name in nonempty if name not in self._names_read),
             *(f"{name}.{field}" for name, field in inner),
         )
 
 
-def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
+def flag_nonempty_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
     """Return, for each trained answer, whether it is nonempty; a completion without a prompt is not an answer."""
     if isinstance(example, Text):
         return [bool(example.completion.strip())] if example.prompt else []
@@ -95,84 +97,88 @@ def find_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
     ]
 
 
-def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None = None) -> Turns | Text:
+def read_record(
+    record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None = None
+) -> Turns | Text:
     """Convert a record to a conversation, or a prompt with its completion, with the names of unused fields.
 
-    Raises UserError, starting with `where`, for a bad record. `system_prompt` is used for text prompts that have none;
+    Raises UserError, prefixed with `where`, for a bad record. `system_prompt` is used for text prompts that have none;
     conversations get it when they are rendered.
     """
     fields = Fields(record)
-    example = _read_example(fields, shape, where, system_prompt)
-    return replace(example, unread=(*fields.unread(), *example.unread))
+    example = _read_example(fields, fmt, where, system_prompt)
+    return replace(example, unread=(*fields.list_unread(), *example.unread))
 
 
-def find_prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
-    """Return a source's prompt format, with `{system}` and `{prompt}`; None if the source has conversations."""
-    pair = shape.names.values() if shape.format in ("prompt_completion", UNPAIRED) else ()
+def find_prompt_form(fmt: RecordFormat, first: Mapping[str, Any]) -> str | None:
+    """Return the format string of a source's prompts, with `{system}` and `{prompt}`; None for conversations."""
+    pair = fmt.names.values() if fmt.name in ("prompt_completion", UNPAIRED) else ()
     turns = any(isinstance(first.get(name), list) for name in pair)
-    if turns or shape.format in ("messages", "sharegpt") or (shape.format == "alpaca" and shape.alpaca_as_chat):
+    if turns or fmt.name in ("messages", "sharegpt") or (fmt.name == "alpaca" and fmt.alpaca_as_chat):
         return None
-    if shape.format == "alpaca":
+    if fmt.name == "alpaca":
         return "{system}" + ALPACA_WITHOUT_INPUT.replace("{instruction}", "{prompt}")
-    if shape.format == "custom":
-        template = shape.template_without_input or shape.template or ""
-        marks = [name for name in shape.names if f"{{{name}}}" in template]
+    if fmt.name == "custom":
+        template = fmt.template_without_input or fmt.template or ""
+        marks = [name for name in fmt.names if f"{{{name}}}" in template]
         return "{system}" + template.replace(f"{{{marks[0]}}}", "{prompt}") if len(marks) == 1 else PLAIN_PROMPT
-    return PLAIN_TEXT if shape.format == "completion" else PLAIN_PROMPT
+    return PLAIN_TEXT if fmt.name == "completion" else PLAIN_PROMPT
 
 
-def _read_example(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
-    for name in REQUIRED[shape.format]:
-        if record.get(shape.names[name]) is None:
+def _read_example(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Turns | Text:
+    for name in REQUIRED[fmt.name]:
+        if record.get(fmt.names[name]) is None:
             others = join_names(key for key, value in record.items() if value is not None)
             raise UserError(
-                f"{where}: {shape.names[name]} is missing (the record has {others}); "
+                f"{where}: {fmt.names[name]} is missing (the record has {others}); "
                 "move records of another format to a separate source under dataset.mix"
             )
-    if shape.format in ("messages", "sharegpt"):
-        column = shape.names["conversations" if shape.format == "sharegpt" else "messages"]
-        return _read_turns([(record[column], column, "", True)], record, shape, where)
-    if shape.format == "alpaca":
-        return _read_alpaca(record, shape, where, system_prompt)
-    if shape.format == "prompt_completion":
-        prompt, completion = record[shape.names["prompt"]], record[shape.names["completion"]]
+    if fmt.name in ("messages", "sharegpt"):
+        column = fmt.names["conversations" if fmt.name == "sharegpt" else "messages"]
+        return _read_turns([(record[column], column, "", True)], record, fmt, where)
+    if fmt.name == "alpaca":
+        return _read_alpaca(record, fmt, where, system_prompt)
+    if fmt.name == "prompt_completion":
+        prompt, completion = record[fmt.names["prompt"]], record[fmt.names["completion"]]
         if isinstance(prompt, list) or isinstance(completion, list):
-            return read_conversational_pair(prompt, completion, record, shape, where)
-    if shape.format == "completion":
-        return Text("", _read_text(record, shape.names["text"], where))
-    if shape.format == "custom":
-        return _fill_template(record, shape, where, system_prompt)
-    prompt, completion = (_read_text(record, shape.names[name], where) for name in ("prompt", "completion"))
-    return Text(prepend_system(read_system(record, shape, where) or system_prompt, prompt), completion)
+            return read_conversational_pair(prompt, completion, record, fmt, where)
+    if fmt.name == "completion":
+        return Text("", _read_text(record, fmt.names["text"], where))
+    if fmt.name == "custom":
+        return _fill_template(record, fmt, where, system_prompt)
+    prompt, completion = (_read_text(record, fmt.names[name], where) for name in ("prompt", "completion"))
+    return Text(prepend_system(read_system(record, fmt, where) or system_prompt, prompt), completion)
 
 
-def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Text:
-    assert shape.template is not None
-    values = {name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()}
-    template = shape.template
-    if shape.template_without_input is not None and not values["input"].strip():
-        template = shape.template_without_input
+def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Text:
+    assert fmt.template is not None
+    values = {name: "" if record.get(column) is None else str(record[column]) for name, column in fmt.names.items()}
+    template = fmt.template
+    if fmt.template_without_input is not None and not values["input"].strip():
+        template = fmt.template_without_input
     try:
         prompt = template.format_map(values)
     except (ValueError, LookupError, AttributeError) as error:
         raise UserError(f"{where}: the template cannot be filled ({error}); write fields as {{name}}") from None
-    system = None if "system" in shape.names else read_system(record, shape, where) or system_prompt
-    return Text(prepend_system(system, prompt), _read_text(record, shape.names["completion"], where))
+    system = None if "system" in fmt.names else read_system(record, fmt, where) or system_prompt
+    return Text(prepend_system(system, prompt), _read_text(record, fmt.names["completion"], where))
 
 
-def read_system(record: Mapping[str, Any], shape: Shape, where: str) -> str | None:
+def read_system(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str | None:
     """Return the system prompt of a record: the field named by `fields.system`, `system` or `system_prompt`."""
-    for name in (shape.names.get("system", "system"), "system_prompt"):
+    for name in (fmt.names.get("system", "system"), "system_prompt"):
         if record.get(name):
             return _read_text(record, name, where)
     return None
 
 
-def _insert_system(messages: list[dict[str, Any]], record: Mapping[str, Any], shape: Shape, where: str) -> list[str]:
+def _insert_system(
+    messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, where: str
+) -> list[str]:
     """Insert the record's system prompt before its turns; return its field name if a system turn takes precedence."""
-    system = read_system(record, shape, where)
+    system = read_system(record, fmt, where)
     if system and messages and messages[0]["role"] == "system":
-        return [] if messages[0]["content"] == system else [shape.names.get("system", "system")]
+        return [] if messages[0]["content"] == system else [fmt.names.get("system", "system")]
     if system:
         messages.insert(0, {"role": "system", "content": system})
     return []
@@ -183,72 +189,72 @@ def prepend_system(system: str | None, prompt: str) -> str:
 
 
 def read_conversational_pair(
-    prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
+    prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, where: str
 ) -> Turns:
     """Read a prompt and a completion (lists of turns, or strings) as a conversation; only the completion has a loss."""
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value
-        parts.append((turns, shape.names[name], f"{name} ", name == "completion"))
-    return _read_turns(parts, record, shape, where)
+        parts.append((turns, fmt.names[name], f"{name} ", name == "completion"))
+    return _read_turns(parts, record, fmt, where)
 
 
 def _read_turns(
-    parts: Sequence[tuple[Any, str, str, bool]], record: Mapping[str, Any], shape: Shape, where: str
+    parts: Sequence[tuple[Any, str, str, bool]], record: Mapping[str, Any], fmt: RecordFormat, where: str
 ) -> Turns:
     """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
 
     `parts` has tuples (list of turns, column, name in error messages, whether the turns have a loss).
     """
-    images, messages, weights = ImageParts(record, shape), list[dict[str, Any]](), dict[int, float]()
+    images, messages, weights = ImageParts(record, fmt), list[dict[str, Any]](), dict[int, float]()
     unread: list[str] = []
     for number, (value, column, name, is_trained) in enumerate(parts):
         turns = [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _read_list(value, column, where)]
         place = f"{where}, {name}turn"
         read = [
-            _read_message(turn, _find_keys(turn, shape), f"{place} {index}", shape.roles, images)
+            _read_message(turn, _find_keys(turn, fmt), f"{place} {index}", fmt.roles, images)
             for index, turn in enumerate(turns, start=1)
         ]
-        unread += _insert_system(read, record, shape, where) if number == 0 else []
+        unread += _insert_system(read, record, fmt, where) if number == 0 else []
         first = len(messages) + len(read) - len(turns)
         weights |= _read_weights(turns, place, first) if is_trained else dict.fromkeys(range(len(read)), 0.0)
-        unread += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.unread())
+        unread += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.list_unread())
         messages += read
-    tools = _read_tools(record.get(shape.names.get("tools", "tools")), where)
+    tools = _read_tools(record.get(fmt.names.get("tools", "tools")), where)
     return Turns(messages, tools, weights, tuple(unread), images.store(where))
 
 
-def _find_keys(turn: Any, shape: Shape) -> tuple[str, str]:
-    keys = shape.names.get("role", "role"), shape.names.get("content", "content")
-    if shape.format == "sharegpt" or (isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn):
-        keys = shape.names.get("from", "from"), shape.names.get("value", "value")
+def _find_keys(turn: Any, fmt: RecordFormat) -> tuple[str, str]:
+    keys = fmt.names.get("role", "role"), fmt.names.get("content", "content")
+    if fmt.name == "sharegpt" or (isinstance(turn, Mapping) and "from" in turn and keys[0] not in turn):
+        keys = fmt.names.get("from", "from"), fmt.names.get("value", "value")
     return keys
 
 
-def build_alpaca_prompt(record: Mapping[str, Any], shape: Shape, where: str) -> str:
-    """Join instruction and optional input, as a user turn or, for tokenizers without a template, with headings."""
-    instruction = _read_text(record, shape.names["instruction"], where)
-    extra = record.get(shape.names["input"]) or ""
+def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str:
+    """Join instruction and optional input: as a user turn, or with headings if there is no chat template."""
+    instruction = _read_text(record, fmt.names["instruction"], where)
+    extra = record.get(fmt.names["input"]) or ""
     if not isinstance(extra, str):
-        raise UserError(f"{where}: {shape.names['input']} is {describe_type(extra)}; use a string")
-    if shape.alpaca_as_chat:
+        raise UserError(f"{where}: {fmt.names['input']} is {describe_type(extra)}; use a string")
+    if fmt.alpaca_as_chat:
         return f"{instruction}\n\n{extra}" if extra else instruction
     return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
 
 
-def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
-    prompt, output = build_alpaca_prompt(record, shape, where), _read_text(record, shape.names["output"], where)
-    if not shape.alpaca_as_chat:
-        return Text(prepend_system(read_system(record, shape, where) or system_prompt, prompt), output)
+def _read_alpaca(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Turns | Text:
+    prompt, output = build_alpaca_prompt(record, fmt, where), _read_text(record, fmt.names["output"], where)
+    if not fmt.alpaca_as_chat:
+        return Text(prepend_system(read_system(record, fmt, where) or system_prompt, prompt), output)
     turns: list[dict[str, Any]] = []
-    for pair in record.get(shape.names.get("history", "history")) or []:
+    for pair in record.get(fmt.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(
                 f"{where}: history contains {describe_type(pair)}, not pairs; write [[question, answer], ...]"
             )
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
-    return _read_turns([(turns, shape.names["instruction"], "", True)], record, shape, where)
+    return _read_turns([(turns, fmt.names["instruction"], "", True)], record, fmt, where)
 
 
 def _read_message(
@@ -327,13 +333,13 @@ def _read_part(part: Any, images: ImageParts | None) -> Any:
 
 
 def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call in OpenAI's form. Raises UserError if it has no name, or arguments that are not JSON."""
+    """Return a call in OpenAI's format. Raises UserError if it has no name, or arguments that are not JSON."""
     function = call
     if isinstance(call, Fields) and "function" in call:
         [function] = call.wrap("function", [call["function"]])
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call has no function.name; add it, with function.arguments")
-    # A dict here; ChatTemplate converts it to the form that the template expects.
+    # A dict here; ChatTemplate converts it to the type that the template expects.
     arguments = _parse_json(function.get("arguments") or {}, f"arguments of {function['name']} are", where)
     tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return tool_call | ({"id": call["id"]} if call.get("id") else {})

@@ -24,7 +24,7 @@ class Sample:
     trained: Sequence[float]
     document_lengths: list[int]
     reference: tuple[float, ...] = ()
-    """Log-probability of each document's answer under the reference of preference training, in nats, if cached."""
+    """Cached log-probability of each document's answer under the reference of preference training, in nats."""
     margins: tuple[float, ...] = ()
     """Margin of each pair of answers, 0 for pairs without a margin."""
     images: tuple[tuple[bytes, ...], ...] = ()
@@ -53,7 +53,7 @@ class Samples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         members = self._members[self._starts[index] : self._starts[index + 1]].tolist()
-        sample = join_samples([self._document(member) for member in members])
+        sample = join_samples([self._load_document(member) for member in members])
         if self.reference is None:
             return sample
         reference = self.reference[self.count_answers_before(index) : self.count_answers_before(index + 1)]
@@ -63,7 +63,7 @@ class Samples:
         """Return the number of answers, two per pair, in the samples before this one."""
         return 2 * int(self._starts[min(index, len(self))])
 
-    def _document(self, index: int) -> Sample:
+    def _load_document(self, index: int) -> Sample:
         columns = (self._documents.column(name)[index].values for name in ("input_ids", "trained", "weights"))
         input_ids, trained, weights = (_to_numpy(column).tolist() for column in columns)
         rejected = self._documents.column("rejected")[index].as_py()
@@ -108,7 +108,7 @@ class SampleStream:
 
 
 def split_row_length(tokens: int, rejected: int) -> list[int]:
-    """Return the lengths of a row's documents: one, or two if `rejected` tokens are those of a second one."""
+    """Return the lengths of a row's documents; the last `rejected` tokens, if any, belong to a second document."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 

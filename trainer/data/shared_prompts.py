@@ -15,8 +15,8 @@ import torch
 from trainer.data.samples import Sample, Samples, split_documents
 
 WORTH_SHARING = 0.1
-"""Minimum fraction of saved tokens at which prompts are shared by default: below it, copying keys and values, and
-attention over documents of different lengths, may cost more."""
+"""Minimum fraction of tokens saved for `share_prompt: auto`. Below it, sharing may cost more than it saves, because it
+copies keys and values, and attention computes documents of different lengths."""
 _MEASURED_SAMPLES = 1000
 
 
@@ -38,7 +38,7 @@ def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]
     return shortened, shared
 
 
-def find_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
+def build_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
     """Return the arguments of `varlen_attention` for shared keys; empty if nothing is shared.
 
     Document i of `lengths[i]` tokens also reads the first `shared[i]` keys of document i - 1.

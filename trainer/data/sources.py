@@ -59,7 +59,7 @@ def read_source(
     if source.max_samples is not None:
         records = records.take(source.max_samples)
     if isinstance(records, Dataset) and len(records) == 0:
-        raise no_records_error(source, label)
+        raise build_no_records_error(source, label)
     for name, feature in (records.features or {}).items():
         if (undecoded := _disable_decoding(feature)) != feature:
             records = records.cast_column(name, undecoded)
@@ -80,7 +80,7 @@ def _disable_decoding(feature: Any) -> Any:
 def compute_content_key(source: SourceSection, label: str) -> str:
     """Return a hash of the source's bytes, so that the cache is never used for an edited file.
 
-    For a hub dataset, return the fingerprint of its cached copy. Raises the UserErrors of `read_source`.
+    For a hub dataset, return the fingerprint of its cached copy. Raises UserError if the source cannot be read.
     """
     local = find_local_path(source, label)
     if local is None:
@@ -106,13 +106,13 @@ def compute_content_key(source: SourceSection, label: str) -> str:
     return digest.hexdigest()
 
 
-def no_records_error(source: SourceSection, label: str) -> UserError:
+def build_no_records_error(source: SourceSection, label: str) -> UserError:
     header = " (the first line of a CSV file names its columns)" * (".csv" in str(source.path).lower())
     return UserError(f"{describe_source(source, label)}: has no records{header}; use another dataset")
 
 
 def find_local_path(source: SourceSection, label: str) -> Path | None:
-    """Return the path on this machine; None for a hub name. Raises UserError for a local path that does not exist."""
+    """Return a source's local path, downloaded from object stores; None for a Hub ID. Raises UserError if missing."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)
     if not source.path.strip():
@@ -126,7 +126,7 @@ def find_local_path(source: SourceSection, label: str) -> Path | None:
     try:
         mode = path.absolute().stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        _refuse_if_local(source, path, where)
+        _check_missing_path(source, path, where)
         return None
     except (OSError, ValueError) as error:  # no permission, a name that is too long, a symlink loop, a NUL byte
         reason = error.strerror if isinstance(error, OSError) else error
@@ -136,8 +136,8 @@ def find_local_path(source: SourceSection, label: str) -> Path | None:
     return path.absolute()
 
 
-def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
-    """Raise UserError for a missing path, unless it may be a name on the hub."""
+def _check_missing_path(source: SourceSection, path: Path, where: str) -> None:
+    """Raise UserError for a missing path, unless it may be a Hub ID."""
     assert source.path is not None
     has_file_name = source.path.count("/") > 1 or get_data_suffix(path) in READERS
     if not (source.path.startswith(("/", "~", ".")) or has_file_name):
@@ -171,7 +171,7 @@ def _read_files(
             f"{label}.text_mode={source.text_mode}: only for .txt and .md files, but {where} is {kind}; remove it"
         )
     if all(file.stat().st_size == 0 for file in files):
-        raise no_records_error(source, label)
+        raise build_no_records_error(source, label)
     cache = str(scratch) if scratch else None
     # The library would log bad files in addition to our error.
     verbosity = datasets.logging.get_verbosity()
@@ -212,7 +212,7 @@ def _list_read_errors() -> tuple[type[Exception], ...]:
 
 
 def read_rows(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows, for `parse_row`. Raises UserError if a stream cannot be read."""
+    """Yield the rows of a source. Raises UserError if they cannot be read."""
     rows = iter(records)
     while True:
         try:
@@ -243,7 +243,7 @@ def _build_read_error(source: SourceSection, label: str, kind: str, error: Excep
             )
     reason = str(error.__cause__ or error)
     if isinstance(error, StopIteration) or re.search("corresponds to no data|BatchSize must be", f"{error} {reason}"):
-        return no_records_error(source, label)
+        return build_no_records_error(source, label)
     problem = f"cannot be read as {kind} ({reason})"
     return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete; copy it again")
 

@@ -12,7 +12,7 @@ from trainer.data.batches import IGNORED, MicroBatch
 PARTS = 16
 """Padding adds at most 1 / PARTS of the length."""
 HEAD_PARTS = 8
-"""The output head is computed at a multiple of 1 / HEAD_PARTS of the tokens."""
+"""The number of positions per row for the output head is rounded up to a multiple of the length / HEAD_PARTS."""
 MIN_DOCUMENTS = 4
 
 

@@ -19,11 +19,11 @@ import pyarrow
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.documents import DocumentEncoder, SourceReport
-from trainer.data.formats import Shape
-from trainer.data.grouping import best_fit
+from trainer.data.formats import RecordFormat
+from trainer.data.grouping import pack_best_fit
 from trainer.data.samples import Gather, Sample, join_samples, split_row_length
 from trainer.data.source_files import describe_source
-from trainer.data.sources import no_records_error, read_rows, read_source
+from trainer.data.sources import build_no_records_error, read_rows, read_source
 
 BLOCK_ROWS = 64
 # Number of records in the buffer from which a shuffled stream draws.
@@ -38,7 +38,7 @@ Block = tuple[list[Sample], int]
 def stream_samples(
     section: DatasetSection,
     sources: Sequence[tuple[str, SourceSection]],
-    shapes: Sequence[Shape],
+    formats: Sequence[RecordFormat],
     encoder: DocumentEncoder,
     seed: int,
     epoch: int,
@@ -51,7 +51,7 @@ def stream_samples(
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
         at = at or {"block": 0, "taken": 0, "skipped": 0}
-        return SourceStream(section, source, label, shapes[number], encoder, seed + epoch, at, rank, gather)
+        return SourceStream(section, source, label, formats[number], encoder, seed + epoch, at, rank, gather)
 
     weights = [source.weight for _, source in sources]
     if section.packing:
@@ -60,16 +60,16 @@ def stream_samples(
     return MixedStream(start, weights, [seed, epoch], state)
 
 
-def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> SourceReport:
-    """Report on a stream from its first block. Raises UserError if it cannot be read."""
+def inspect_stream(source: SourceSection, label: str, encoder: DocumentEncoder) -> SourceReport:
+    """Detect a stream's format from its first block, and report on the block. Raises UserError if it cannot be read."""
     rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
     if not rows:
-        raise no_records_error(source, label)
-    shape, first = encoder.find_shape(source, rows, label)
-    columns = encoder.encode_rows(rows, 0, shape, describe_source(source, label))
+        raise build_no_records_error(source, label)
+    fmt, first = encoder.detect_format(source, rows, label)
+    columns = encoder.encode_rows(rows, 0, fmt, describe_source(source, label))
     types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
     table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
-    return encoder.build_report(label, shape, first, table)
+    return encoder.build_report(label, fmt, first, table)
 
 
 class SourceStream:
@@ -80,14 +80,14 @@ class SourceStream:
         section: DatasetSection,
         source: SourceSection,
         label: str,
-        shape: Shape,
+        fmt: RecordFormat,
         encoder: DocumentEncoder,
         seed: int,
         state: State,
         rank: int,
         gather: Gather | None,
     ) -> None:
-        self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
+        self._source, self.label, self._format, self._encoder = source, label, fmt, encoder
         self._description = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
         self.state = dict(state)
         """The block, the number of its documents already yielded, and the number of records skipped so far."""
@@ -140,7 +140,7 @@ class SourceStream:
             yield block
 
     def _encode(self, number: int, records: list[dict[str, Any]]) -> Block:
-        columns = self._encoder.encode_rows(records, number * BLOCK_ROWS, self._shape, self._description)
+        columns = self._encoder.encode_rows(records, number * BLOCK_ROWS, self._format, self._description)
         trained = (weights or flags for weights, flags in zip(columns["weights"], columns["trained"], strict=True))
         if any(columns["images"]):
             raise UserError("dataset.streaming=true: records with images cannot be streamed; set it to false")
@@ -214,7 +214,7 @@ class PackedStream:
     def __iter__(self) -> Iterator[Sample]:
         documents = iter(self._documents)
         while window := list(islice(documents, PACKING_WINDOW)):
-            packs = best_fit([len(document.input_ids) for document in window], self._max_length)
+            packs = pack_best_fit([len(document.input_ids) for document in window], self._max_length)
             for pack in packs[self._packs_yielded :]:
                 self._packs_yielded += 1
                 yield join_samples([window[index] for index in pack])

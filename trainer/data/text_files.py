@@ -35,7 +35,7 @@ class _BadLine(str):
 def read_raw_records(
     files: list[str], kind: str, where: str, text_mode: str = "line", state: Any = None
 ) -> Iterator[dict[str, str]]:
-    """Yield the records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
+    """Yield the records of files of one kind (json, csv, text), in order; UserErrors are prefixed with `where`.
 
     `state` is unused: it makes the datasets library cache the records of changed files under another name.
     """
@@ -85,9 +85,9 @@ def get_data_suffix(path: Path) -> str:
 
 
 def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
-    """Yield the decoded lines of a file, compressed or not, with their line ends.
+    """Yield the decoded lines of a file, which may be compressed with gzip, including line endings.
 
-    Raises UserError for a line that is not text, or with `keep_bad` yields a _BadLine.
+    Raises UserError for a line that is not text; with `keep_bad`, yields a `_BadLine` instead.
     """
     number = offset = 0
     try:
@@ -98,7 +98,7 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
                         raise UserError(f"{where}: {file.name} {problem}")
                 start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
                 text = _decode(line[start:], f"{where}: line {number} of {file.name}", offset + start)
-                yield text if keep_bad else _refuse_bad(text)
+                yield text if keep_bad else _reject_bad_line(text)
                 offset += len(line)
     except EOFError:
         problem = f"is truncated after line {number}; copy it again"
@@ -127,7 +127,7 @@ def _decode(line: bytes, place: str, offset: int) -> str:
         )
 
 
-def _refuse_bad(line: str) -> str:
+def _reject_bad_line(line: str) -> str:
     """Raise UserError for a `_BadLine`; return any other line."""
     if isinstance(line, _BadLine):
         raise UserError(line)
@@ -158,13 +158,13 @@ def _read_json_records(file: Path, where: str) -> Iterator[str]:
     is_single = begin.startswith("[") or (begin.startswith("{") and is_multiline)
     second = None if is_single else next(nonblank, None)
     if second is None:
-        text = "".join(map(_refuse_bad, chain([first], (line for _, line in lines))))
+        text = "".join(map(_reject_bad_line, chain([first], (line for _, line in lines))))
         if begin:
             yield from _read_json_items(_parse_json(text, file, where, number), file, where)
         return
     for at, line in chain([(number, first), second], nonblank):
         try:
-            record = _parse_json(_refuse_bad(line).strip(), file, where, at)
+            record = _parse_json(_reject_bad_line(line).strip(), file, where, at)
             if not isinstance(record, dict):
                 raise UserError(f"{where}: line {at} of {file.name} {_describe_wrong_type(record)}")
             yield line

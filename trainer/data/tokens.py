@@ -18,7 +18,7 @@ LOST_END = "no token that ends the last answer, so the model does not learn to s
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDocument:
     """One document, or both of a pair: token ids, their weights in the loss, and the record's `lost` parts."""
 
     input_ids: list[int]
@@ -36,7 +36,7 @@ def encode_spans(
     texts: Sequence[str],
     spans: Sequence[Sequence[WeightedSpan]],
     where: Sequence[str],
-) -> list[Encoded]:
+) -> list[EncodedDocument]:
     """Tokenize texts without adding special tokens; tokens that overlap a span get its weight.
 
     Raises UserError if the trained tokens do not decode to the spans' text.
@@ -44,9 +44,9 @@ def encode_spans(
     if not texts:
         return []
     for text, place in zip(texts, where, strict=True):
-        _refuse_surrogates(text, place)
+        _reject_surrogates(text, place)
     batch = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    encoded: list[Encoded] = []
+    encoded: list[EncodedDocument] = []
     for index, text in enumerate(texts):
         ids: list[int] = batch["input_ids"][index]
         starts, ends = _compute_extents(batch["offset_mapping"][index])
@@ -55,13 +55,13 @@ def encode_spans(
             inside = (ends > start) & (starts < end)
             _check_span(tokenizer, [ids[at] for at in np.flatnonzero(inside).tolist()], text[start:end], where[index])
             trained[inside] = np.maximum(trained[inside], weight)
-        encoded.append(Encoded(ids, trained.tolist()))
+        encoded.append(EncodedDocument(ids, trained.tolist()))
     return encoded
 
 
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], train_on: frozenset[str], where: Sequence[str]
-) -> list[Encoded]:
+) -> list[EncodedDocument]:
     """Encode prompt and completion as one string, with beginning- and end-of-text tokens; train the completion.
 
     The end-of-text token is trained, so that the model learns to stop. `user` or `all` in `train_on` trains the prompt
@@ -72,18 +72,18 @@ def encode_texts(
     spans = [[(start, len(text), 1.0)] if text else [] for start, text in zip(starts, joined, strict=True)]
     first = find_leading_token(tokenizer)
     last = tokenizer.eos_token_id
-    encoded: list[Encoded] = []
+    encoded: list[EncodedDocument] = []
     for text, body in zip(texts, encode_spans(tokenizer, joined, spans, where), strict=True):
         ids, trained = body.input_ids, body.trained
         if ids and first is not None and ids[0] != first:
             ids, trained = [first, *ids], [0.0, *trained]
         if ids and text.completion and isinstance(last, int) and ids[-1] != last:
             ids, trained = [*ids, last], [*trained, 1.0]
-        encoded.append(Encoded(ids, trained, () if isinstance(last, int) else (LOST_END,)))
+        encoded.append(EncodedDocument(ids, trained, () if isinstance(last, int) else (LOST_END,)))
     return encoded
 
 
-def _refuse_surrogates(text: str, where: str) -> None:
+def _reject_surrogates(text: str, where: str) -> None:
     """Raise UserError for unpaired surrogates such as U+D83D, which JSON can contain and no tokenizer accepts."""
     try:
         text.encode()
@@ -104,7 +104,7 @@ def find_leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def _compute_extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the start and end of each token in characters, without gaps.
 
-    Byte-level tokenizers may report a token without its white space, such as (5, 5) for a line break. Since tokens
+    Byte-level tokenizers may report a token without its whitespace, such as (5, 5) for a line break. Since tokens
     cover the whole text, each is made to start no later than the end of the previous one.
     """
     # Three times as fast as np.asarray.
@@ -115,20 +115,20 @@ def _compute_extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArra
 
 
 def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, where: str) -> None:
-    """Raise UserError if the trained tokens do not decode to their text, ignoring white space."""
+    """Raise UserError if the trained tokens do not decode to their text, ignoring whitespace."""
 
-    def decoded(tokens: list[int]) -> str:
+    def decode(tokens: list[int]) -> str:
         return "".join(tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False).split())
 
-    expected, actual = "".join(text.split()), decoded(ids)
+    expected, actual = "".join(text.split()), decode(ids)
     if expected == actual:
         return
     # Tokenizers that change the text (lower case, unknown characters) are compared with their own decoding. The first
     # and last token may extend beyond the span, but must overlap it.
-    alone = decoded(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    alone = decode(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     before = actual.find(alone)
     after = len(actual) - before - len(alone)
-    if before < 0 or before >= max(1, len(decoded(ids[:1]))) or after >= max(1, len(decoded(ids[-1:]))):
+    if before < 0 or before >= max(1, len(decode(ids[:1]))) or after >= max(1, len(decode(ids[-1:]))):
         raise UserError(
             f"{where}: the trained tokens decode to {actual[:60]!r}, but the text is {expected[:60]!r}, so the "
             "tokenizer's offsets are wrong; set model.tokenizer to another tokenizer"

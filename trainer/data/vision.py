@@ -62,7 +62,7 @@ class ImageReader:
         settings = f"{type(self._processor).__qualname__}{self._images.to_json_string()}{self._arguments[3]}"
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
-    def find_edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
+    def build_edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
         """Return the replacement of each image placeholder in a text, and whether any image is animated.
 
         Raises UserError for an image that cannot be read, and a text with more or fewer placeholders than images.
@@ -98,7 +98,7 @@ class ImageReader:
 
         file = io.BytesIO()
         Image.frombytes("RGB", (32, 32), random.Random(0).randbytes(3 * 32 * 32)).save(file, "PNG")
-        text = self.find_edits(self.token, [file.getvalue()], "a noise image")[0][0][2]
+        text = self.build_edits(self.token, [file.getvalue()], "a noise image")[0][0][2]
         ids = self._arguments[2](text, add_special_tokens=False)["input_ids"]
         return Sample(ids, [False] * len(ids), [len(ids)], images=((file.getvalue(),),))
 
@@ -155,7 +155,7 @@ class PromptImages:
 
     def insert(self, text: str) -> str:
         """Replace placeholders in a rendered prompt with image tokens. Raises UserError if an image cannot be read."""
-        return replace_spans(text, [], self.reader.find_edits(text, self.stored, "the prompt")[0])[0]
+        return replace_spans(text, [], self.reader.build_edits(text, self.stored, "the prompt")[0])[0]
 
     def build_inputs(self, ids: torch.Tensor, arguments: Container[str], dtype: torch.dtype) -> Inputs:
         if not self.stored:
@@ -168,7 +168,7 @@ class PromptImages:
 class ImageInputs:
     reader: ImageReader
     dtype: torch.dtype
-    """The model's."""
+    """The model's dtype."""
     type_name: str | None
     """Argument of the model that is 1 at image tokens."""
     window: int

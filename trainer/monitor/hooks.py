@@ -41,7 +41,7 @@ class FinishedStep:
 
 
 class Hook:
-    """Base class that does nothing. All ranks call hooks in the same order, so hooks may communicate.
+    """Base class of hooks; does nothing. All ranks call hooks in the same order, so hooks may communicate.
 
     `finish` is not called if the run fails.
     """
@@ -172,7 +172,7 @@ class ExpertLoad(Hook):
 
     @classmethod
     def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
-        """Return None if the model has no experts or is `compiled`, because hooks would break the graph."""
+        """Return a hook, or None if the model has no experts or is `compiled` (module hooks would break the graph)."""
         return cls(model) if expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

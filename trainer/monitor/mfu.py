@@ -35,7 +35,7 @@ PEAK_TFLOPS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml")
 """Dense TFLOP/s by GPU name."""
 
 
-def peak_flops(card: str, precision: str) -> float | None:
+def find_peak_flops(card: str, precision: str) -> float | None:
     """Return the dense 16-bit FLOP/s of a GPU by name; None for an unknown GPU or 32-bit precision."""
     if precision not in ("bf16", "fp16"):
         return None
@@ -77,9 +77,8 @@ class StepFlops:
             total += self.per_token * int(weights.sum())
             total += self.per_target * batch.target_count
             heads = 1.0
-            if (
-                batch.sequence is not None and batch.cu_seqlens is not None
-            ):  # this rank computes some heads of the full sequence
+            # With a sequence shared by several ranks, this rank computes some heads of the full sequence.
+            if batch.sequence is not None and batch.cu_seqlens is not None:
                 positions = torch.cat([torch.arange(length) for length in batch.cu_seqlens.diff().tolist()])
                 weights, heads = torch.ones_like(positions), 1.0 / batch.sequence.size
             for window, width in self.attention.items():
@@ -119,7 +118,7 @@ class MfuMeter(Hook):
 
     @classmethod
     def for_device(cls, model: nn.Module, device: torch.device, precision: str) -> "MfuMeter | None":
-        peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+        peak = find_peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 
     def with_batches(self, step: int, batches: Sequence[MicroBatch]) -> None:

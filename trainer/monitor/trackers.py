@@ -85,21 +85,21 @@ class Trackers:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, run in [*self._open.items()]:
-            self._try(name, run.log, dict(values), step)
+            self._call_service(name, run.log, dict(values), step)
 
     def log_image(self, step: int, title: str, image: Any) -> None:
         for name, run in [*self._open.items()]:
             if run.wrap_image is not None:
-                self._try(name, run.log, {title: run.wrap_image(image)}, step)
+                self._call_service(name, run.log, {title: run.wrap_image(image)}, step)
 
     def close(self) -> None:
-        """End all runs; may be called twice."""
+        """Finish all runs; may be called twice."""
         for name, run in [*self._open.items()]:
-            self._try(name, run.finish)
+            self._call_service(name, run.finish)
         self._open.clear()
 
-    def _try(self, name: str, call: Callable[..., object], *arguments: Any) -> None:
-        """Call a service; after an error, warn and stop using it."""
+    def _call_service(self, name: str, call: Callable[..., object], *arguments: Any) -> None:
+        """Call a function of a service; after an error, warn and stop using the service."""
         try:
             call(*arguments)
         except Exception as error:  # services and networks raise many types of errors

@@ -5,7 +5,7 @@ import webbrowser
 from pathlib import Path
 
 from trainer.config import CommandParser, UserError, reports_errors
-from trainer.monitor.report.together import PAGE, write_page_of_runs
+from trainer.monitor.report.together import PAGE, write_comparison_page
 from trainer.monitor.report.write import write_report
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _write(runs: list[Path], output: Path | None) -> Path:
     if len(runs) > 1:
-        return write_page_of_runs(runs, output or Path(PAGE))
+        return write_comparison_page(runs, output or Path(PAGE))
     if output is not None:
         raise UserError(f"--output {output}: only for several runs (the page of one is RUN/report.html); remove it")
     return write_report(runs[0])

@@ -18,9 +18,9 @@ from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
     choose_window,
+    detect_batch_unit,
     extract_scores,
     extract_series,
-    find_unit,
     format_held_out_label,
     running_mean,
 )
@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Holds curves over the steps. The axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
+    """Holds curves over the steps. The y-axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
 
     title: str
     unit: str
@@ -65,7 +65,7 @@ class Chart:
 def build_charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
     """Return the charts of charts.yaml that have values; `deadband` is drawn as a band around SCU's target."""
     unit, kept_steps, target = (
-        find_unit(records),
+        detect_batch_unit(records),
         extract_series(records, "eval/kept_step").values,
         extract_series(records, "scu/target"),
     )

@@ -60,14 +60,14 @@ def extract_series(records: list[Record], name: str) -> Series:
 
 
 def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
-    """Return the scores that were also measured for the base, as {name: (the base's value, the adapter's series)}."""
+    """Return the scores that the base model also has, as {name: (the base model's value, the adapter's series)}."""
     names = sorted({name[5:] for record in records for name in record if name.startswith("base/")})
     pairs = {name: [extract_series(records, f"{kind}/{name}").finite() for kind in ("base", "eval")] for name in names}
     return {name: (float(base.values[0]), score) for name, (base, score) in pairs.items() if len(base) and len(score)}
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutLosses:
     """Holds the held-out losses of a run; `after` is the loss of the saved weights, from step `kept_step`."""
 
     before: float
@@ -77,7 +77,7 @@ class HeldOut:
     lowest_step: int
 
     @classmethod
-    def from_records(cls, records: list[Record]) -> "HeldOut | None":
+    def from_records(cls, records: list[Record]) -> "HeldOutLosses | None":
         """Return the losses, or None if fewer than two evaluations are finite."""
         losses = extract_series(records, "eval/loss").finite()
         if len(losses) < 2:
@@ -93,7 +93,7 @@ class HeldOut:
         )
 
 
-def find_unit(records: list[Record]) -> BatchUnit:
+def detect_batch_unit(records: list[Record]) -> BatchUnit:
     if any("train/rewards/chosen" in record or "train/rewards/rejected" in record for record in records):
         return LABELED if any("train/kl" in record for record in records) else PAIRS
     return IMAGES if any("train/images" in record for record in records) else TOKENS
@@ -115,7 +115,7 @@ def choose_window(count: int) -> int | None:
 
 
 def format_held_out_label(records: list[Record]) -> str:
-    held_out = HeldOut.from_records(records)
+    held_out = HeldOutLosses.from_records(records)
     if held_out is None:
         return ", ".join(
             ["held out", *(f"{loss:.3f}" for loss in extract_series(records, "eval/loss").finite().values)]

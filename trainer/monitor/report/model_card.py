@@ -12,12 +12,13 @@ import yaml
 
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.charts import render_template
-from trainer.monitor.report.curves import HeldOut, extract_scores, find_unit
-from trainer.monitor.report.recorded import hub_name, read_run
+from trainer.monitor.report.curves import HeldOutLosses, detect_batch_unit, extract_scores
+from trainer.monitor.report.recorded import read_run, shorten_cache_path
 from trainer.monitor.report.write import build_summary_tables
 
 CARD = "README.md"
-MARKER = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
+MARKER = "<!-- zerolora overwrites this card; delete this line to keep your changes. -->"
+OLD_MARKER = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
 PEFT_PLACEHOLDER = "[More Information Needed]"
 BAR = 40
 """Characters of a bar for the score 1."""
@@ -30,12 +31,12 @@ def is_users_card(card: Path) -> bool:
     if not card.is_file():
         return False
     text = card.read_text(encoding="utf-8", errors="replace")
-    return MARKER not in text and PEFT_PLACEHOLDER not in text
+    return not any(marker in text for marker in (MARKER, OLD_MARKER, PEFT_PLACEHOLDER))
 
 
 def public_name(name: str) -> str:
-    """Return a model's or dataset's hub name, also for a path in the hub's cache, or the last part of a local path."""
-    short = hub_name(name)
+    """Return the Hub ID of a model or dataset, also for a path in the hub's cache; for local paths, the last part."""
+    short = shorten_cache_path(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
 
@@ -86,8 +87,8 @@ def build_model_card(
         title=name.rpartition("/")[2],
         kind="QLoRA" if settings["adapter"] == "qlora" else "LoRA",
         base=f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base,
-        held_out=HeldOut.from_records(records),
-        unit=find_unit(records).loss,
+        held_out=HeldOutLosses.from_records(records),
+        unit=detect_batch_unit(records).loss,
         config=settings,
         has_score=auto_class.endswith("SequenceClassification"),
         auto=auto_class,

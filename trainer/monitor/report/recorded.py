@@ -109,7 +109,7 @@ def _read(path: Path, shape: Any) -> Any:
         raise UserError(f"{path}: {error.problem}; restore the original file, or remove it") from None
 
 
-# They do not change the result, and several adapters in one run have no progress of their own.
+# Settings that do not change the result; `logging.progress` is replaced in runs of several adapters.
 NOT_SHOWN = ("dataset.cache_dir", "logging.progress")
 
 
@@ -133,8 +133,8 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def hub_name(name: str) -> str:
-    """Return the hub name of a folder in the hub's cache; strip the path of zerolora's cache from other names."""
+def shorten_cache_path(name: str) -> str:
+    """Return the Hub ID for a path in the hub's cache; remove the path of zerolora's cache from other names."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name.rpartition("/.cache/zerolora/")[2]
 
@@ -151,7 +151,7 @@ def _prepare_for_display(value: Any) -> Any:
         return [_prepare_for_display(entry) for entry in value]
     if isinstance(value, dict):
         return {name: _prepare_for_display(entry) for name, entry in value.items() if entry is not None}
-    return hub_name(value) if isinstance(value, str) else value
+    return shorten_cache_path(value) if isinstance(value, str) else value
 
 
 def _collect_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from trainer.config.errors import printable
 from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.curves import Series, extract_series
-from trainer.monitor.report.together import MAX_RUNS, write_page_of_runs
+from trainer.monitor.report.together import MAX_RUNS, write_comparison_page
 
 PAGE = "sweep.html"
 TAIL_DIVISOR = 10
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """Holds the result of one run, ranked by its `loss` at `step`; `loss` is None if the run has no result."""
 
     folder: Path
@@ -35,15 +35,15 @@ class Outcome:
     state: str
 
 
-def read_outcomes(folder: Path) -> list[Outcome]:
+def read_outcomes(folder: Path) -> list[RunResult]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no sweep record."""
-    outcomes = [_read_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
+    outcomes = [_read_result(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not outcomes:
         raise UserError(f"{folder}: has no {SWEEP}; pass the output_dir of a `zerolora sweep`")
     return sorted(outcomes, key=lambda run: (run.loss is None, run.loss, run.folder.name))
 
 
-def _read_outcome(folder: Path, exit_code: int | None) -> Outcome:
+def _read_result(folder: Path, exit_code: int | None) -> RunResult:
     try:
         records: list[Record] = read_metrics(folder)
     except UserError:
@@ -57,11 +57,11 @@ def _read_outcome(folder: Path, exit_code: int | None) -> Outcome:
         loss = float(training.values[-max(1, len(training) // TAIL_DIVISOR) :].mean())
     # Array jobs have no recorded exit code.
     is_done = exit_code == 0 or any(folder.glob("adapter_model.safetensors")) or any(folder.glob("model*.safetensors"))
-    state = f"ended with {exit_code}" if exit_code else "done" if is_done else "not finished"
-    return Outcome(folder, held_out, training, loss, step, state)
+    state = f"exit code {exit_code}" if exit_code else "done" if is_done else "not finished"
+    return RunResult(folder, held_out, training, loss, step, state)
 
 
-def show(console: Console, runs: list[Outcome]) -> None:
+def show(console: Console, runs: list[RunResult]) -> None:
     held_out = any(len(run.held_out) for run in runs)
     criterion = "lowest held-out loss" if held_out else "training loss, last tenth"
     table = Table("", "run", criterion, "step", "", box=None, pad_edge=False)
@@ -72,9 +72,9 @@ def show(console: Console, runs: list[Outcome]) -> None:
     console.print(table)
 
 
-def write_page(runs: list[Outcome], page: Path) -> str:
+def write_page(runs: list[RunResult], page: Path) -> str:
     successful = [run for run in runs if run.loss is not None]
-    write_page_of_runs([run.folder for run in successful[:MAX_RUNS]], page)
+    write_comparison_page([run.folder for run in successful[:MAX_RUNS]], page)
     return f"page: {page}" + (f" (the best {MAX_RUNS} of {len(successful)} runs)" if len(successful) > MAX_RUNS else "")
 
 

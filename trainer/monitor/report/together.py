@@ -13,9 +13,9 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import Chart, build_charts, render_chart, render_template
-from trainer.monitor.report.curves import HeldOut, find_unit
+from trainer.monitor.report.curves import HeldOutLosses, detect_batch_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, TEMPLATE, median_rate, metric_values, training_seconds
+from trainer.monitor.report.write import ANSWERS, TEMPLATE, compute_median_rate, metric_values, sum_training_seconds
 
 PAGE = "runs.html"
 MAX_RUNS = 8
@@ -32,11 +32,11 @@ class RunData:
     answers: dict[str, dict[str, str]]
 
 
-def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
+def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
     """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
     if len(folders) > MAX_RUNS:
         raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer runs")
-    runs = [_read(folder, name) for folder, name in zip(folders, _unique_names(folders), strict=True)]
+    runs = [_read(folder, name) for folder, name in zip(folders, _name_runs(folders), strict=True)]
     check_output_file(page, str(page))
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
         raise UserError(f"--output {page}: already exists with other content; use another file, or remove this one")
@@ -58,11 +58,11 @@ def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
 
 def _sort_key(run: RunData) -> tuple[bool, float]:
     """Return the sort key of a run: held-out loss after training; runs without it come last, by training loss."""
-    held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
-    return held_out is None, held_out.after if held_out else _mean_of_last_tenth(losses) if losses else math.inf
+    held_out, losses = HeldOutLosses.from_records(run.records), metric_values(run.records, "train/loss")
+    return held_out is None, held_out.after if held_out else _compute_final_loss(losses) if losses else math.inf
 
 
-def _mean_of_last_tenth(losses: list[float]) -> float:
+def _compute_final_loss(losses: list[float]) -> float:
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last)
 
@@ -74,7 +74,7 @@ def _read(folder: Path, name: str) -> RunData:
     return RunData(name, records, read_settings(folder), read_answers(folder / ANSWERS))
 
 
-def _unique_names(folders: Sequence[Path]) -> list[str]:
+def _name_runs(folders: Sequence[Path]) -> list[str]:
     """Name folders by their paths relative to the common parent."""
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
@@ -99,18 +99,18 @@ def overlay_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _build_result_row(run: RunData) -> list[str]:
-    held_out, losses = HeldOut.from_records(run.records), metric_values(run.records, "train/loss")
-    rate, unit = median_rate(run.records), find_unit(run.records)
+    held_out, losses = HeldOutLosses.from_records(run.records), metric_values(run.records, "train/loss")
+    rate, unit = compute_median_rate(run.records), detect_batch_unit(run.records)
     memory = metric_values(run.records, "memory/peak_gib")
     return [
         run.name,
         f"{max(record['step'] or 0 for record in run.records):,.0f}",
         f"{held_out.before:.4f} → {held_out.after:.4f}" if held_out else "",
         f"{held_out.lowest:.4f}" if held_out else "",
-        f"{_mean_of_last_tenth(losses):.4f}" if losses else "",
+        f"{_compute_final_loss(losses):.4f}" if losses else "",
         f"{rate:,.{unit.digits}f} {unit.name}/s" if rate else "",
         f"{max(memory):.2f} GiB" if memory else "",
-        str(timedelta(seconds=round(training_seconds(run.records)))),
+        str(timedelta(seconds=round(sum_training_seconds(run.records)))),
     ]
 
 
@@ -126,7 +126,7 @@ def _list_differences(runs: Sequence[RunData]) -> list[list[str]]:
 
 
 def _collect_answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:
-    """Return each run's answers after training, and the base's answers if they are the same in all runs."""
+    """Return each run's answers after training, and the base model's answers if they are the same in all runs."""
     answers = {}
     for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):
         after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}

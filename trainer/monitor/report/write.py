@@ -21,9 +21,8 @@ from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import build_charts, render_chart, render_template
-from trainer.monitor.report.curves import HeldOut, extract_scores, extract_series, find_unit
+from trainer.monitor.report.curves import HeldOutLosses, detect_batch_unit, extract_scores, extract_series
 from trainer.monitor.report.recorded import (
-    hub_name,
     list_changed_settings,
     read_answers,
     read_examples,
@@ -31,6 +30,7 @@ from trainer.monitor.report.recorded import (
     read_settings,
     read_times,
     read_warnings,
+    shorten_cache_path,
 )
 from trainer.monitor.report.sample_images import embed_sample_images
 
@@ -74,7 +74,7 @@ def write_report(run_dir: Path) -> Path:
         tiles=build_tiles(records, run),
         figures=[render_chart(chart) for chart in charts if chart.is_wide or chart.leading],
         answers=_read_shown_answers(run_dir),
-        pictures=embed_sample_images(run_dir),
+        sample_images=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
         warnings=read_warnings(run_dir, records),
@@ -148,7 +148,7 @@ def metric_values(records: list[Record], name: str) -> list[float]:
     return [value for _, value in sorted(by_step.items()) if value is not None]
 
 
-def training_seconds(records: list[Record]) -> float:
+def sum_training_seconds(records: list[Record]) -> float:
     """Return the seconds from the first record to the last, without pauses between a stop and a resume.
 
     A gap is a pause if it exceeds ten times the expected duration of its steps by more than ten minutes.
@@ -166,7 +166,7 @@ def training_seconds(records: list[Record]) -> float:
 def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, value, note) for the most important numbers: losses, throughput, memory and time."""
     tiles = []
-    held_out, losses = HeldOut.from_records(records), metric_values(records, "train/loss")
+    held_out, losses = HeldOutLosses.from_records(records), metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
     # A single batch's loss depends more on its text than on training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
@@ -178,7 +178,7 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
             tiles.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _format_change(values[0], values[-1]) + note))
-    rate, unit = median_rate(records), find_unit(records)
+    rate, unit = compute_median_rate(records), detect_batch_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits
         note_rate = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
@@ -187,7 +187,8 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     if memory:
         tiles.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    tiles.append(("time", str(timedelta(seconds=round(training_seconds(records)))), format_count(round(steps), "step")))
+    duration = timedelta(seconds=round(sum_training_seconds(records)))
+    tiles.append(("time", str(duration), format_count(round(steps), "step")))
     return tiles
 
 
@@ -198,13 +199,13 @@ def build_summary_tables(
     context: dict[str, Any] = {
         "config": config,
         "run": run,
-        "unit": find_unit(records),
-        "held_out": HeldOut.from_records(records),
-        "rate": median_rate(records),
+        "unit": detect_batch_unit(records),
+        "held_out": HeldOutLosses.from_records(records),
+        "rate": compute_median_rate(records),
         "steps": max(record["step"] or 0 for record in records),
         "skipped": [name for name in names if name.startswith("data/skipped/")],
         "of": partial(metric_values, records),
-        "hub_name": hub_name,
+        "shorten_cache_path": shorten_cache_path,
         "data_names": _format_data_names,
         "quote": shlex.join,
         "LN_2": math.log(2),
@@ -224,19 +225,19 @@ def build_summary_tables(
 def _format_subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     words = []
     if config:
-        words.append(f"{hub_name(config['base_model'])} on {_format_data_names(config['dataset'])}")
+        words.append(f"{shorten_cache_path(config['base_model'])} on {_format_data_names(config['dataset'])}")
     if run:
         words.append(f"started {run['started'][:16].replace('T', ' ')}")
     return " · ".join(words)
 
 
 def _format_data_names(data: Mapping[str, Any]) -> str:
-    return ", ".join(hub_name(str(source["path"])) for source in data["mix"] or [data])
+    return ", ".join(shorten_cache_path(str(source["path"])) for source in data["mix"] or [data])
 
 
-def median_rate(records: list[Record]) -> float | None:
+def compute_median_rate(records: list[Record]) -> float | None:
     """Return a rank's median tokens or images per second, which the slow first step does not affect."""
-    rates = metric_values(records, find_unit(records).rate)
+    rates = metric_values(records, detect_batch_unit(records).rate)
     return statistics.median(rates) if rates else None
 
 
