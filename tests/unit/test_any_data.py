@@ -324,6 +324,18 @@ def test_every_text_of_a_record_is_used_or_reported(record: dict[str, Any], has_
         assert lost == []
 
 
+@given(st.tuples(others, complete).map(lambda both: both[0] | both[1]))
+@tries(60)
+def test_every_text_of_a_file_is_in_the_tokens_or_reported(place: Path, tokenizer: Any, record: dict[str, Any]) -> None:
+    """Trained or masked, each text is in the documents; else the notes of the run name its field."""
+    made = prepared(place, "d.jsonl", as_jsonl([record], False), tokenizer)
+    if made is None:
+        return
+    whole, notes = "".join(text for text, _ in learnt(made, tokenizer)), "\n".join(made.stats.notes)
+    lost = [name for name, value in texts_in(record) if value.strip() not in whole and f"{name} (in 1)" not in notes]
+    assert lost == [], notes
+
+
 GOOD = as_jsonl([{"prompt": f"question {n}", "completion": f"answer {n} é"} for n in range(6)], False)
 
 
