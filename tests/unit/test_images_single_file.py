@@ -17,9 +17,9 @@ from tests.pipelines import clip, make_pipeline, write_images
 from tests.runs_in_process import train
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands import merge
-from trainer.config import ModelSection, UserError
+from trainer.config import ModelSection, RunConfig, UserError
 from trainer.tasks.images.pipeline import read_pipeline
-from trainer.tasks.images.task import build_sampling_pipeline
+from trainer.tasks.images.task import ImageTask, build_sampling_pipeline
 
 RESNET = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
@@ -133,7 +133,9 @@ def test_a_whole_pipeline_in_one_file_is_what_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["flux", "sd3", "flux2"])
-def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(tmp_path: Path, family: str) -> None:
+def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     origin = make_pipeline(tmp_path / "origin", family)
     tuned = make_pipeline(tmp_path / "tuned", family, seed=1)
     file = tmp_path / "tuned.safetensors"
@@ -144,6 +146,15 @@ def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(tmp_path: Path,
     (kept,) = (load_file(each) for each in (found.folder / "transformer").glob("*.safetensors"))
     assert all(torch.equal(kept[name], tensor.half()) for name, tensor in weights.items()), "in the dtype of the file"
     build_sampling_pipeline(found.build_empty_denoiser(), found, torch.device("cpu"))
+    config = RunConfig.model_validate(
+        {"base_model": str(file), "model": {"pipeline": str(origin)}, "output_dir": "run", "dataset": {"path": "x"}}
+    )
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", ImageTask.card(config, Path("run"), [], str(tmp_path / "run")), re.S)
+    compile(code, "card", "exec")
+    model = re.escape(found.family.model)
+    assert re.search(rf'transformer = {model}\.from_single_file\(\s+"\./tuned\.safetensors", config="\./origin"', code)
+    assert 'from_pretrained(\n    "./origin", transformer=transformer' in code
 
 
 def test_what_a_single_file_needs_is_said_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
