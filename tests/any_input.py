@@ -4,6 +4,7 @@
 """
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from trainer.config.errors import LONGEST_LINE, UserErrors
 
 Result = TypeVar("Result")
 TIMES = int(os.environ.get("ZEROLORA_EXAMPLES", "1"))
-HARM = st.sampled_from(["flip", "cut", "empty", "gone", "swap"])
+HARM = st.sampled_from(["flip", "cut", "empty", "gone", "swap", "noise"])
 """What happens to files; `damage` does it."""
 
 
@@ -75,4 +76,5 @@ def damage(file: Path, at: int, what: str) -> None:
         file.write_bytes(other.read_bytes())
     else:
         flipped = content[:place] + bytes([content[place] ^ (1 << at % 8)]) + content[place + 1 :] if content else b""
-        file.write_bytes({"flip": flipped, "cut": content[:place], "empty": b""}[what])
+        noise = random.Random(at).randbytes(len(content) if at % 2 else at % 200)
+        file.write_bytes({"flip": flipped, "cut": content[:place], "empty": b"", "noise": noise}[what])

@@ -49,14 +49,14 @@ def _tokenizer(longest: int) -> Any:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=longest, pad_token="<|endoftext|>")
 
 
-def _clip(*, projected: bool, width: int = 32) -> Any:
+def clip(*, projected: bool, width: int = 32, layers: int = 2) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
         vocab_size=520,
         hidden_size=width,
         intermediate_size=2 * width,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=77,
         projection_dim=width,
@@ -137,7 +137,7 @@ def _sd(changes: dict[str, Any]) -> Any:
 
     return StableDiffusionPipeline(
         vae=vae(4),
-        text_encoder=_clip(projected=False),
+        text_encoder=clip(projected=False),
         tokenizer=_tokenizer(77),
         unet=_unet({"cross_attention_dim": 32, **changes}),
         scheduler=_noise_scheduler(),
@@ -160,8 +160,8 @@ def _sdxl(changes: dict[str, Any]) -> Any:
     tokenizer = _tokenizer(77)
     return StableDiffusionXLPipeline(
         vae=vae(4, scaling_factor=0.13025),
-        text_encoder=_clip(projected=False),
-        text_encoder_2=_clip(projected=True),
+        text_encoder=clip(projected=False),
+        text_encoder_2=clip(projected=True),
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
         unet=_unet({**settings, **changes}),
@@ -191,8 +191,8 @@ def _sd3(changes: dict[str, Any]) -> Any:
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(**{**settings, **changes}),
         vae=vae(4, shift_factor=0.0609, scaling_factor=1.5305),
-        text_encoder=_clip(projected=True),
-        text_encoder_2=_clip(projected=True),
+        text_encoder=clip(projected=True),
+        text_encoder_2=clip(projected=True),
         text_encoder_3=_t5(64),
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
@@ -219,7 +219,7 @@ def _flux(changes: dict[str, Any]) -> Any:
     return FluxPipeline(
         transformer=FluxTransformer2DModel(**{**settings, **changes}),
         vae=vae(4, shift_factor=0.1159, scaling_factor=0.3611),
-        text_encoder=_clip(projected=False),
+        text_encoder=clip(projected=False),
         text_encoder_2=_t5(32),
         tokenizer=_tokenizer(77),
         tokenizer_2=_t5_tokenizer(77),

@@ -51,7 +51,8 @@ def check_packages() -> Iterator[Check]:
     failed = list(_check_dependencies())
     yield from failed or [Check("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
-    description = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
+    slow = "Mamba layers run in plain torch, about three times slower; the SCU guide's tokens/s need the kernels"
+    description = f"{', '.join(missing)} not installed: {slow}" if missing else "installed"
     yield Check("kernels for Mamba layers", "OK", description)
     for untested in describe_untested():
         fix = f"install the version of {untested.split()[0]} in constraints.txt, or watch the first run"

@@ -230,7 +230,8 @@ def test_the_merged_pipeline_draws_what_pipeline_and_adapter_draw(runs: Matrix, 
     from trainer.commands.adapter_kinds import merge_images
 
     run = find_run(runs[name].folder)
-    merged = _drawn(_pipeline(merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)))
+    merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)
+    merged = _drawn(_pipeline(tmp_path / "merged"))
     pipeline = _pipeline(Path(run.config.base_model))
     without = _drawn(pipeline)
     pipeline.load_lora_weights(run.folder)

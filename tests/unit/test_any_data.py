@@ -324,6 +324,30 @@ def test_every_text_of_a_record_is_used_or_reported(record: dict[str, Any], has_
         assert lost == []
 
 
+learnable = st.one_of(
+    st.fixed_dictionaries(
+        {"messages": said_turns.map(lambda turns: [*turns, {"role": "assistant", "content": "end"}])}
+    ),
+    st.fixed_dictionaries({"conversations": said_pairs.map(lambda turns: [*turns, {"from": "gpt", "value": "end"}])}),
+    st.fixed_dictionaries({"prompt": text, "completion": said}),
+    st.fixed_dictionaries({"instruction": said, "output": said}, optional={"input": text}),
+    st.fixed_dictionaries({"text": said}),
+)
+more_texts = st.dictionaries(st.sampled_from(TEXT_FIELDS), text, max_size=3)
+
+
+@given(st.tuples(more_texts, learnable).map(lambda both: both[0] | both[1]))
+@tries(60)
+def test_every_text_of_a_file_is_in_the_tokens_or_reported(place: Path, tokenizer: Any, record: dict[str, Any]) -> None:
+    """Trained or masked, each text is in the documents; else the notes of the run name its field."""
+    made = prepared(place, "d.jsonl", as_jsonl([record], False), tokenizer)
+    if made is None:
+        return
+    whole, notes = "".join(text for text, _ in learnt(made, tokenizer)), "\n".join(made.stats.notes)
+    lost = [name for name, value in texts_in(record) if value.strip() not in whole and f"{name} (in 1)" not in notes]
+    assert lost == [], notes
+
+
 GOOD = as_jsonl([{"prompt": f"question {n}", "completion": f"answer {n} é"} for n in range(6)], False)
 
 

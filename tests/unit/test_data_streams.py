@@ -149,6 +149,27 @@ def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
         assert [rows_in([batch]) for batch in one.step_batches(0, 16 * step)[0]] == expected[step]
 
 
+@pytest.mark.parametrize("difference", [{"shuffle": False}, {"max_length": 32}])
+def test_two_runs_of_one_parent_that_differ_in_a_single_setting_read_their_own_blocks(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, difference: dict[str, Any]
+) -> None:
+    """Ranks exchange blocks with each other only: no file or name that a run next to them could share."""
+    steps, settings = 6, [{}, difference]
+
+    def rows_of(rank: StreamBatches) -> list[Any]:
+        return [[rows_in([batch]) for batch in rank.step_batches(0, 16 * step)[0]] for step in range(steps)]
+
+    alone = [rows_of(batches_of(stream_of(tokenizer, **each))) for each in settings]
+    assert alone[0] != alone[1]
+    before = sorted(tmp_path.rglob("*"))
+    with ThreadPoolExecutor(4) as pool:  # two runs of two ranks at the same time
+        found = list(pool.map(rows_of, [rank for each in settings for rank in ranks_of(stream_of(tokenizer, **each))]))
+    for run, expected in enumerate(alone):
+        pair = found[2 * run : 2 * run + 2]
+        assert [[rank[step][at] for at in range(2) for rank in pair] for step in range(steps)] == expected
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrainedTokenizerBase) -> None:
     lines = Path("b.jsonl").read_text().splitlines()
     lines[150] = json.dumps({"messages": [{"role": "robot", "content": "x"}]})

@@ -125,6 +125,54 @@ def test_any_content_of_a_file_that_a_file_names(
 
 
 @few
+@given(data=st.data())
+def test_any_configuration_of_accelerate(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("accelerate", numbered=True) / "acc.yaml"
+    content = data.draw(VALUES | fit(common.PARTITION))
+    file.write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
+    launch = ["accelerate", "launch", "--config_file", str(file), "sft.py", "--model_name_or_path", "m"]
+    try:
+        format_yaml(translate_arguments([*launch, "--dataset_name", "d"]), "mine.yaml").encode()
+    except UserError as error:
+        assert str(file) in str(error), error
+
+
+# Files as they may be found: cut, in another encoding, or with a type that YAML alone has.
+NAMED = {
+    "theirs.yml": "base_model: org/small\ndatasets:\n  - {path: org/tales, type: chat_template}\nadapter: lora\n",
+    "data/dataset_info.json": json.dumps({"pairs": ENTRY}),
+    "data/ds.json": '{"zero_optimization": {"stage": 3}}',
+}
+PIECES = (
+    "\t", "{", "[", "]", "!!python/object:os.system x", "!!binary YQ==", "&a *a", "<<: *b", "? ", "2024-01-01", "\x00",
+    "\x85", "---\n", "%YAML 9", "0x1f", "!x", "1e999", "- ", ": ", "\xe9",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+@few
+@given(
+    at=st.integers(0, 90),
+    cut=st.integers(0, 9),
+    piece=st.binary(max_size=9) | st.sampled_from(PIECES).map(lambda piece: piece.encode("latin-1")),
+)
+def test_any_bytes_of_an_imported_file(
+    name: str, at: int, cut: int, piece: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("bytes", numbered=True)
+    (folder / "data").mkdir()
+    (folder / "theirs.yml").write_text(yaml.safe_dump(FACTORY | {"deepspeed": "data/ds.json"}))
+    (folder / "data" / "dataset_info.json").write_text(NAMED["data/dataset_info.json"])
+    whole = NAMED[name]
+    start = at % (len(whole) + 1)
+    (folder / name).write_bytes(whole[:start].encode() + piece + whole[start + cut :].encode())
+    try:
+        format_yaml(translate_arguments([str(folder / "theirs.yml")]), "mine.yaml").encode()
+    except UserError as error:
+        assert str(folder) in str(error) and "Traceback" not in str(error), error
+
+
+@few
 @given(options=st.dictionaries(st.sampled_from([*trl.KEYS]), st.lists(SCALARS.map(str), max_size=2), max_size=4))
 def test_any_command_line(options: dict[str, list[str]]) -> None:
     arguments = ["sft.py", "--model_name_or_path", "m", "--dataset_name", "d"]

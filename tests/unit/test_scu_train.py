@@ -118,13 +118,16 @@ def test_a_flag_sets_what_it_names_and_nothing_else(tmp_path: Path, flags: str, 
         assert changed <= {name}
 
 
+CARD_CASES = [
+    ("rtx3080", "qlora", 4, 8, "fp16", 8, False, 1000),
+    ("rtx4090", "lora", 16, 2, "bf16", 16, True, 2000),
+    ("a100", "lora", 32, 4, "bf16", 16, True, 5000),
+    ("h100", "lora", 32, 1, "bf16", 16, False, 1000),  # not in the guide
+]
+
+
 @pytest.mark.parametrize(
-    ("card", "adapter", "batch_size", "accumulation", "precision", "rank", "compiled", "steps"),
-    [
-        ("rtx3080", "qlora", 4, 8, "fp16", 8, False, 1000),
-        ("rtx4090", "lora", 16, 2, "bf16", 16, True, 2000),
-        ("a100", "lora", 32, 4, "bf16", 16, True, 5000),
-    ],
+    ("card", "adapter", "batch_size", "accumulation", "precision", "rank", "compiled", "steps"), CARD_CASES
 )
 def test_card_presets_are_the_recipes_of_the_guide(
     tmp_path: Path,
@@ -145,6 +148,12 @@ def test_card_presets_are_the_recipes_of_the_guide(
     for flag, expected in (("--fp16", "fp16"), ("--bf16", "bf16")):
         smaller = config_of(tmp_path, "--card", card, "--batch-size", "2", flag)
         assert (smaller.training.batch_size, smaller.training.precision) == (2, expected)
+
+
+def test_every_card_has_a_recipe_that_is_compared_and_the_one_of_our_own_is_named_as_such() -> None:
+    cards = {case[0] for case in CARD_CASES}
+    assert set(scu_flags.CARDS) == cards == set(scu_flags.FLAGS["card"]["choices"])
+    assert "h100: zerolora's recipe" in scu_flags.FLAGS["card"]["help"]
 
 
 def test_every_documented_flag_exists() -> None:
@@ -207,10 +216,13 @@ def test_requirements_with_a_gpu(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("launcher.scu_train.FREE_GIB", 0.001)
+    monkeypatch.setattr("launcher.doctor.this_host.MAMBA", ("no-mamba-ssm",))
     assert check_requirements(tmp_path / "out") == 0
     shown = " ".join(capsys.readouterr().out.split())
+    assert "no-mamba-ssm not installed: Mamba layers run in plain torch" in shown
+    assert "the SCU guide's tokens/s need the kernels" in shown
     assert "OK GPU 1 NVIDIA H200, 143000 MiB of 143771 MiB free, compute capability 9.0, driver" in shown
-    assert "OK packages" in shown and "mamba-ssm" in shown and "GiB free at" in shown and shown.endswith(" 0 FAIL")
+    assert "OK packages" in shown and "GiB free at" in shown and shown.endswith(" 0 FAIL")
     assert not (tmp_path / "out").exists()
 
 

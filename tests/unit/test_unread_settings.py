@@ -77,6 +77,15 @@ def test_a_setting_without_effect_names_its_switch(overrides: str, file: Path) -
     assert "\n" not in line and "remove" in line
 
 
+@pytest.mark.parametrize("controller", ["linear", "cosine", "none"])
+def test_a_target_next_to_a_schedule_is_a_warning_since_compare_runs_all_of_them(controller: str, file: Path) -> None:
+    write(file, scu={"enabled": True, "target": 0.03})
+    assert load_config(file).notes == () == load_config(file, ["scu.controller=fixed"]).notes
+    (note,) = load_config(file, [f"scu.controller={controller}"]).notes
+    assert note.startswith("scu.target=0.03: has no effect") and f"scu.controller is {controller}; " in note
+    assert load_config(file, [f"scu.controller={controller}", "scu.target=auto"]).notes == ()
+
+
 def test_one_switch_is_one_mistake_and_names_the_line_of_the_file(file: Path) -> None:
     write(file, scu={"target": 0.01, "kp": 0.4})
     with pytest.raises(UserError) as refused:

@@ -159,6 +159,8 @@ class AdapterFormat:
         settings = json.loads(self.settings)
         growth = math.sqrt(2) if settings["use_rslora"] else 2
         settings |= {"r": 2 * settings["r"], "lora_alpha": growth * settings["lora_alpha"], "init_lora_weights": True}
+        for name, factor in (("rank_pattern", 2), ("alpha_pattern", growth)):
+            settings[name] = {pattern: factor * value for pattern, value in settings[name].items()}
         return replace(self, settings=json.dumps(settings, indent=2, sort_keys=True))
 
 

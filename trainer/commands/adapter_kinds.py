@@ -28,7 +28,7 @@ from trainer.setup.kinds import ImageKind, LanguageKind, find_adapter_kind
 from trainer.setup.text_run import find_task
 from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
-from trainer.tasks.images.pipeline import read_pipeline
+from trainer.tasks.images.pipeline import read_pipeline, silence_libraries
 
 KOHYA, GGUF_NAME = "lora.safetensors", "model.gguf"
 
@@ -59,16 +59,18 @@ class TextAdapter:
 class ImageAdapter:
     @staticmethod
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: object = None) -> str:
-        merge_images(run, output, dtype=dtype, scale=scale)
-        return f"merged pipeline written to {output}; load it with DiffusionPipeline.from_pretrained({str(output)!r})"
+        stored = merge_images(run, output, dtype=dtype, scale=scale)
+        load = f"DiffusionPipeline.from_pretrained({str(output)!r}, dtype={stored})"
+        return f"merged pipeline written to {output}; load it with {load}"
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
         """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merge it (`hf`)."""
         pipeline = read_pipeline(run.config.base_model, run.config.model)
         if form == "hf":
-            merge_images(run, output, dtype="auto", scale=1.0)
-            return [f"load it with diffusers.{pipeline.family.pipeline}.from_pretrained({str(output)!r})"]
+            stored = merge_images(run, output, dtype="auto", scale=1.0)
+            name = pipeline.family.pipeline
+            return [f"load it with diffusers.{name}.from_pretrained({str(output)!r}, dtype={stored})"]
         with temporary_output(output) as folder:
             if form == "kohya":
                 save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
@@ -125,9 +127,10 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
     return lines
 
 
-def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> Path:
-    """Write the pipeline with the adapter merged: W + s B A, computed in fp32 and rounded once.
+def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> torch.dtype:
+    """Write the pipeline with the adapter merged (W + s B A, computed in fp32 and rounded once); return its dtype.
 
+    The pipeline must be loaded with this dtype, as transformers and diffusers have different defaults.
     Raises UserError if `output` is not empty, or if the base model has random weights.
     """
     check_output(output)
@@ -140,6 +143,7 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
     merged: Any = adapted.merge_and_unload()
     denoiser = pipeline.family.denoiser
     torch_dtype = _read_stored_dtype(pipeline.folder / denoiser) if dtype == "auto" else DTYPES[dtype]
+    silence_libraries()
     with temporary_output(output) as folder:
         for path in pipeline.folder.iterdir():
             if path.is_dir() and path.name != denoiser:
@@ -147,7 +151,7 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
         shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
         merged.denoiser.to(torch_dtype).save_pretrained(folder / denoiser, safe_serialization=True)
         move_into_place(folder, output)
-    return output
+    return torch_dtype
 
 
 def _read_stored_dtype(folder: Path) -> torch.dtype:

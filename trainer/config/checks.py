@@ -232,12 +232,16 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
 
 
 def describe_unusual_settings(config: RunConfig) -> list[str]:
-    """Return a warning for each setting that is valid but far from its usual values."""
+    """Return a warning for each setting that is valid, but far from its usual values or without effect."""
     if config.runs:
         entries = zip(config.adapters, config.runs, strict=True)
         return [f"{entry['name']}: {warning}" for entry, run in entries for warning in describe_unusual_settings(run)]
-    training, lora = config.training, config.lora
+    training, lora, scu = config.training, config.lora, config.scu
     warnings = []
+    if scu.enabled and scu.target != "auto" and scu.controller in ("linear", "cosine", "none"):
+        # Not a mistake: `zerolora compare` runs every controller with the settings of one file.
+        problem = f"has no effect, because scu.controller is {scu.controller}; set scu.controller: pi, or remove it"
+        warnings.append(f"scu.target={scu.target:g}: {problem}")
     if training.learning_rate > HIGHEST_USUAL_RATE:
         warnings.append(
             f"training.learning_rate={training.learning_rate:g}: far above the usual rates of AdamW (1e-5 to 1e-3); "

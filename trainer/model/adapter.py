@@ -15,7 +15,13 @@ from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import matches_path
 from trainer.model.model_kind import has_score
 from trainer.model.reached_layers import probe_gradient_coverage
-from trainer.model.saved_adapter import check_reloadable, get_last_components, load_adapter, set_saved_targets
+from trainer.model.saved_adapter import (
+    check_reloadable,
+    get_last_components,
+    load_adapter,
+    set_saved_patterns,
+    set_saved_targets,
+)
 from trainer.model.targets import (
     Targets,
     build_exclusion_pattern,
@@ -135,6 +141,7 @@ def apply_adapter(
             set_saved_targets(adapted, targets, excluded)
         if lora.init == "loftq":
             _apply_loftq(adapted, base_model)
+    set_saved_patterns(adapted)
     check_reloadable(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -165,6 +172,7 @@ def apply_adapters(
         config = build_lora_config(lora, targets=targets[number], task_type=task_type)
         adapted.add_adapter(names[-1], config, autocast_adapter_dtype=False)
         set_saved_targets(adapted, targets[number], excluded[number], names[-1])
+        set_saved_patterns(adapted, names[-1])
         check_reloadable(adapted, names[-1])
     adapted.base_model.set_adapter(names)
     for parameter in adapted.parameters():

@@ -187,6 +187,33 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
     config._custom_modules = None
 
 
+def set_saved_patterns(adapted: Any, adapter: str = "default") -> None:
+    """Name layers in full in `rank_pattern` and `alpha_pattern` if PEFT would read the saved patterns differently.
+
+    Of several matches the first counts, but PEFT sorts patterns when it saves them; and the patterns must match the
+    name with `.weight` of layers that are listed by weight.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import get_pattern_key
+
+    config, saved_names = adapted.peft_config[adapter], {}
+    by_weight = tuple(f".{name}" for name in config.target_parameters or ())
+    for path, module in adapted.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            layer, parameter = path.replace(".base_layer", ""), getattr(module, "parameter_name", None)
+            name = f"{layer}.{parameter}" if parameter else layer
+            saved_names[name] = f"{name}.weight" if f".{name}.weight".endswith(by_weight) else name
+    for setting in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, setting)
+        values = {name: patterns.get(get_pattern_key(patterns, name)) for name in saved_names}
+        read = {name: patterns.get(get_pattern_key(sorted(patterns), saved)) for name, saved in saved_names.items()}
+        if read != values:
+            # `load_adapter` adapts layers that are listed by weight as modules.
+            ends = {name: r"(\.weight)?" if saved != name else "" for name, saved in saved_names.items()}
+            in_full = {re.escape(name) + ends[name]: value for name, value in values.items() if value is not None}
+            setattr(config, setting, in_full)
+
+
 def check_reloadable(adapted: Any, adapter: str = "default") -> None:
     """Raise UserError if plain PEFT could not load every tensor of this adapter from its saved files.
 

@@ -132,7 +132,7 @@ class Pipeline:
         import transformers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        _silence_libraries()
+        silence_libraries()
         with self.reading(f"its {name}"):
             model, info = getattr(transformers, self.index[name][1]).from_pretrained(
                 self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
@@ -146,7 +146,7 @@ class Pipeline:
         import diffusers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        _silence_libraries()
+        silence_libraries()
         unused = ("safety_checker", "feature_extractor", "image_encoder")
         parts |= {name: None for name in unused if name in self.index}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
@@ -186,7 +186,7 @@ def _reading(prefix: str, what: str) -> Iterator[None]:
         raise UserError(f"{prefix}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
 
-def _silence_libraries() -> None:
+def silence_libraries() -> None:
     import diffusers
     import transformers
 
@@ -238,8 +238,8 @@ def _is_single_file(path: Path) -> bool:
 def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
     """Return the folder of a pipeline; for a Hub ID, download the files that match `wanted`."""
     path = Path(base_model).expanduser()
-    if _is_single_file(path):
-        return _convert(path, section)
+    if (single := find_single_file(base_model, section)) is not None:
+        return _convert(path, section, single[0], is_whole=single[1])
     if path.is_dir():
         if not (path / INDEX).is_file():
             raise UserError(f"base_model={base_model}: has no {INDEX}; use the folder of a diffusers pipeline")
@@ -259,21 +259,31 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
     return Path(found)
 
 
-def _convert(file: Path, section: ModelSection) -> Path:
-    """Return a folder with the pipeline of a single weights file, converted once by diffusers.
+def find_single_file(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
+    """Return the pipeline that completes a single weights file, and whether the file has more than the denoiser.
 
-    Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognizes. If
-    the file only has the denoiser, as for Flux, all other components come from that pipeline, too.
+    The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. None for other models.
     """
-    import diffusers
+    if not _is_single_file(file := Path(base_model).expanduser()):
+        return None
     import torch
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
-    prefix = f"base_model={file}"
     entries, _, _ = read_safetensors_header(file)
     shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items()}
     source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
-    is_whole = any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
+    return source, any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
+
+
+def _convert(file: Path, section: ModelSection, source: str, *, is_whole: bool) -> Path:
+    """Return a folder with the pipeline of a single weights file, converted once by diffusers.
+
+    Settings and tokenizers come from the pipeline `source`, and all other components if the file only has the denoiser.
+    """
+    import diffusers
+    import torch
+
+    prefix = f"base_model={file}"
     try:
         wanted = [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ["*/*", INDEX]
         origin = _find_folder(source, section, wanted)
@@ -283,11 +293,12 @@ def _convert(file: Path, section: ModelSection) -> Path:
     family = find_family(str(_read_json(origin / INDEX, prefix).get("_class_name")))
     if family is None:
         raise UserError(f"{prefix}: the class of model.pipeline={source} is not supported; use another pipeline")
-    stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
+    kinds = [entry.dtype for entry in read_safetensors_header(file)[0].values()]
+    stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kinds[0] if kinds else "", torch.float32)
     options = {"config": str(origin), "dtype": stored, "local_files_only": True}
 
     def build(folder: Path) -> None:
-        _silence_libraries()
+        silence_libraries()
         if is_whole:
             getattr(diffusers, family.pipeline).from_single_file(str(file), **options).save_pretrained(folder)
             return

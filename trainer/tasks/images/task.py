@@ -24,7 +24,7 @@ from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
-from trainer.tasks.images.pipeline import Pipeline, read_pipeline
+from trainer.tasks.images.pipeline import Pipeline, find_single_file, read_pipeline
 from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
@@ -145,6 +145,7 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
     if len(losses := metric_values(records, "eval/loss")) > 1:
         rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
     uploaded = not Path(name).is_absolute()
+    single = find_single_file(config.base_model, config.model)
     return render_template(
         "image_card.md.jinja",
         front=yaml.safe_dump(front, sort_keys=False),
@@ -152,7 +153,9 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
         title=name.rpartition("/")[2],
         base=base,
         prompts=list(config.logging.sample_prompts),
-        pipeline=pipeline.family.pipeline,
+        family=pipeline.family,
+        single=single,
+        origin=python_path(single[0], is_uploaded=uploaded) if single else "",
         adapter=f'"{name}"' if uploaded else python_path(name),
         base_path=python_path(config.base_model, is_uploaded=uploaded),
         file=DIFFUSERS,
