@@ -165,7 +165,7 @@ def experts_mlp(
         raise ValueError("gate_up and down are quantized with different block sizes: use one size")
     form = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
     numbers = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]
-    y: Tensor = _FORWARD(
+    return _FORWARD(
         hidden,
         top_k_index,
         top_k_weights,
@@ -181,7 +181,6 @@ def experts_mlp(
         gate_up.source,
         down.source,
     )[0]
-    return y
 
 
 def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:

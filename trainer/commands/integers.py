@@ -107,5 +107,4 @@ def _quantization_config(form: IntegerForm, unquantized: list[str]) -> dict[str,
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=unquantized,
     )
-    values: dict[str, Any] = config.model_dump(mode="json")
-    return values
+    return config.model_dump(mode="json")

@@ -102,8 +102,7 @@ class Hang:
 
 def read_hang(logs: Path) -> Hang | None:
     """Return the ranks' verdict; None if it does not exist or cannot be read."""
-    hang: Hang | None = find_json(logs / VERDICT_FILE, Hang)
-    return hang
+    return find_json(logs / VERDICT_FILE, Hang)
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:

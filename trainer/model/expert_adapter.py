@@ -65,14 +65,12 @@ class ParamWrapper(lora.ParamWrapper):
                 adapters[layer.parameter_name] = adapter
             layer = layer.base_layer
         if not adapters:
-            plain: Tensor = layer(x, *args, **kwargs)
-            return plain
+            return layer(x, *args, **kwargs)
         # Call it as a module, so that ZeRO-3's hooks gather its parameters.
         attributes, before = vars(layer), vars(layer).get("forward")
         attributes["forward"] = partial(adapted_forward, layer, adapters)
         try:
-            result: Tensor = layer(x, *args, **kwargs)
-            return result
+            return layer(x, *args, **kwargs)
         finally:
             del attributes["forward"]
             if before is not None:

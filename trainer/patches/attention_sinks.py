@@ -113,8 +113,7 @@ def attend_per_document(
             mask = build_causal_mask(query.shape[2], key.shape[2], window, query.device)
         if mask.dtype == torch.bool:
             mask = _make_additive(mask, query.dtype)
-        out: Tensor = attend(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
-        return out
+        return attend(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
     outs = []
     for begin, end in pairwise(cu_seqlens.tolist()):
         rows = (tensor[:, :, begin:end] for tensor in (query, key, value))

@@ -191,8 +191,7 @@ def _make_norm_forward(original: Forward, eps: float, offset: float, recompute: 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
         if x.dtype != weight.dtype or weight.requires_grad:
-            result: Tensor = original(self, x)
-            return result
+            return original(self, x)
         y = rms_norm(x, weight, eps, offset)
         if recompute and _should_recompute(y):
             setattr(y, _RECOMPUTE, partial(rms_norm, x, weight, eps, offset))

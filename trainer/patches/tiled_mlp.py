@@ -43,8 +43,7 @@ def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x:
         return _compute_tiles(compute, x, tile)
     contexts: list[Any] = []
     view = _KeepInput.apply(x, contexts, trained[0] if trained else None)
-    result: Tensor = _Tiled.apply(view, part, compute, tile, contexts[0], *trained)
-    return result
+    return _Tiled.apply(view, part, compute, tile, contexts[0], *trained)
 
 
 def _list_trained(part: nn.Module) -> list[Trained]:

@@ -68,8 +68,7 @@ def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
 
 
 def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
-    total: Tensor = _Sum.apply(values, part.group)
-    return total
+    return _Sum.apply(values, part.group)
 
 
 class _Sum(torch.autograd.Function):
