@@ -122,8 +122,7 @@ class Loop:
 
     def _step(self) -> None:
         self.before_step()
-        attempt = self._context.recovery.attempt
-        self.follow(*attempt(self.position.step + 1, self._saved_at, self._launch))
+        self.follow(*self._context.recovery.attempt(self.position.step + 1, self._saved_at, self._launch))
 
     def before_step(self) -> None:
         if self._previous is None:

@@ -85,10 +85,9 @@ class Heartbeat:
     def parse(cls, line: bytes) -> "Heartbeat | None":
         """Parse the result of `encode`; return None if it is incomplete or damaged."""
         try:
-            beat: Heartbeat = parse_json(line, Path("heartbeat"), cls)
+            return parse_json(line, Path("heartbeat"), cls)
         except UnreadableFile:
             return None
-        return beat
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ class ParamWrapper(lora.ParamWrapper):
         self.set_adapter(self.active_adapters, inference_mode=kwargs["config"].inference_mode)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
-        experts = self.get_base_layer()
-        self.num_experts, first, second = expert_shape(experts, self.parameter_name)
+        self.num_experts, first, second = expert_shape(self.get_base_layer(), self.parameter_name)
         self._param_ndim = 3
         return first, second
 

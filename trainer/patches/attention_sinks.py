@@ -39,8 +39,7 @@ def flash_with_sinks(
     Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1.
     """
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    out: Tensor = _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window)
-    return out.unsqueeze(0)
+    return _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window).unsqueeze(0)
 
 
 class _FlashWithSinks(torch.autograd.Function):

@@ -212,8 +212,7 @@ class TokenLoss:
             weight, head = self._read_head()
             states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
             base = None if base_states is None else base_states.to(weight.dtype)
-            measures = measure_tokens(states, weight, chosen, **head, base_hidden=base)
-            return measures.view(1, -1, 1)
+            return measure_tokens(states, weight, chosen, **head, base_hidden=base).view(1, -1, 1)
 
         with replace_head(self._head, compute_measures):
             values: torch.Tensor = self._call_model(model, inputs, batch).logits

@@ -58,8 +58,7 @@ def describe_unadapted(model: nn.Module) -> list[str]:
 
 def _last_name(path: str) -> str:
     """Return a path's last name except PEFT's base_layer: `experts` for mlp.experts.base_layer.base_layer."""
-    names = [name for name in path.split(".") if name != "base_layer"]
-    return names[-1]
+    return [name for name in path.split(".") if name != "base_layer"][-1]
 
 
 def is_mamba_2(module: nn.Module) -> bool:

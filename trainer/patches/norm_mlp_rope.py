@@ -314,8 +314,7 @@ def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: T
     """
     device = torch.device("cpu") if like.is_meta else like.device
     for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _TOLERANCES else torch.float32]):
-        generator = torch.Generator(device).manual_seed(0)
-        draw = partial(_draw, generator, dtype)
+        draw = partial(_draw, torch.Generator(device).manual_seed(0), dtype)
         try:
             with torch.enable_grad():
                 ours, theirs, inputs = run(draw)

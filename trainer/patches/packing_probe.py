@@ -304,8 +304,7 @@ def _build_distant_tokens(model: Any, length: int) -> torch.Tensor:
 
 
 def _choose_tolerance(model: Any) -> float:
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    return LEAK_WITH_EXPERTS if has_experts else LEAK
+    return LEAK_WITH_EXPERTS if any("experts" in name for name, _ in model.named_modules()) else LEAK
 
 
 @contextmanager
