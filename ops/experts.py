@@ -191,11 +191,6 @@ def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     return [down, up]
 
 
-def padded_rank(rank: int) -> int:
-    """Return the number of columns of h for a rank: the kernels multiply 16 ranks at a time."""
-    return (rank + 15) // 16 * 16
-
-
 def check(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed
 ) -> None:
@@ -230,10 +225,6 @@ def check(  # type: ignore[no-untyped-def]
             raise ValueError(f"hidden on {x.device}, A on {a.device}, B on {b.device}: move them together")
 
 
-def _count_h_columns(factors: Sequence[Tensor]) -> int:
-    return padded_rank(factors[0].shape[1]) if factors else 0
-
-
 def _fake_forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ):
@@ -242,8 +233,8 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return (
         x.new_empty(x.shape),
         x.new_empty((N, 2 * shape[1])),
-        x.new_empty((N, _count_h_columns(gate_up_factors))),
-        x.new_empty((N, _count_h_columns(down_factors))),
+        x.new_empty((N, experts_plain.count_h_columns(gate_up_factors))),
+        x.new_empty((N, experts_plain.count_h_columns(down_factors))),
         x.new_empty(N, dtype=torch.int32),
         x.new_empty(shape[0], dtype=torch.int32),
     )

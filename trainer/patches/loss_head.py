@@ -27,6 +27,7 @@ from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import LOAD_BALANCING
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import build_document_inputs, has_separate_documents
 from trainer.patches.plain_head import (
@@ -62,14 +63,12 @@ class TokenLoss:
         `fused` is the decision of trainer/memory/decisions.py; `say` prints a warning if it turns out to be wrong.
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
         """
-        from peft import PeftModel
-
         self._module = module
         self._decided, self._say = fused, say
         self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
         """Load-balancing loss of the latest batch, times its targets' weight so that it is scaled like the loss."""
-        base: Any = module.get_base_model() if isinstance(module, PeftModel) else module
+        base = find_base_model(module)
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None

@@ -1,8 +1,7 @@
 """Replace the output head for one forward pass, if it is a linear layer, frozen except for rows of new tokens."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from ops.head import TrainedRows
-from trainer.contract.known_versions import replaces
+from trainer.contract.known_versions import overridden, replaces
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -70,14 +69,6 @@ _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
 
 
 @replaces("the forward of the output head")
-@contextmanager
-def replace_head(head: nn.Module | None, forward: Any) -> Iterator[None]:
+def replace_head(head: nn.Module | None, forward: Any) -> AbstractContextManager[None]:
     """Replace the head's forward within the block; its hooks, which may gather its weight, still run."""
-    if head is None:
-        yield
-        return
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
+    return nullcontext() if head is None else overridden((head, "forward", forward))
