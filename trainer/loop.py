@@ -174,7 +174,7 @@ class Loop:
         self._context.recovery.is_updating = True
         self._settle()
         if self._checkpoints is not None:
-            self._checkpoints.make_updates_wait()
+            self._checkpoints.copies.make_updates_wait()
 
     def wants_save(self) -> bool:
         """Return whether `save_minutes` have passed on rank 0; other ranks learn it from the step's result."""

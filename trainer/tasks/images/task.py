@@ -112,7 +112,7 @@ class ImageTask(Task):
         if not prompts or self._pipeline.folder is None:
             return
         store = self._data.train.store
-        captions = {caption: store.conditions(store.caption_number(caption)) for caption in (*prompts, "")}
+        captions = {caption: store.conditions(store.captions.index(caption)) for caption in (*prompts, "")}
         images = draw_samples(
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
