@@ -92,14 +92,12 @@ class TokenLoss:
         inputs, targets = self._build_inputs(batch, device)
         weights = to_device(batch.weights, device) if torch.is_grad_enabled() else None
 
-        def call(inputs: dict[str, Any]) -> Any:
-            return self._call_model(model, inputs, batch)
-
         # On the host, where the batch is, as nonzero() on the device would wait for it.
         flat = targets.flatten()
         target_positions = (flat != IGNORED).nonzero().squeeze(1)
         chosen = to_device(flat[target_positions], device)
         positions_on_device = to_device(target_positions, device) if len(target_positions) != len(flat) else None
+        call = partial(self._call_model, model, batch=batch)
         return self._compute(call, inputs, chosen, positions_on_device, weights, parts)
 
     def build_host_inputs(self, batch: MicroBatch, target_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
@@ -130,11 +128,7 @@ class TokenLoss:
 
         Targets that are IGNORED have a loss of 0.
         """
-
-        def call(inputs: dict[str, Any]) -> Any:
-            return model(**inputs, use_cache=False)
-
-        return self._compute(call, inputs, targets.flatten(), None, None)
+        return self._compute(lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return additional metrics to log; this loss has none."""
@@ -180,11 +174,9 @@ class TokenLoss:
 
             return sum_parts(select(hidden).to(weight.dtype), loss).view(1, -1, 1)
 
-        def loss_of_logits(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
-            return sum_token_losses_from_logits(rows, ids, kind, token_weights)
-
         if self._head is None:
-            return sum_parts(select(call(inputs).logits), loss_of_logits)
+            rows = select(call(inputs).logits)
+            return sum_parts(rows, lambda part, ids, weights: sum_token_losses_from_logits(part, ids, kind, weights))
         with replace_head(self._head, compute_head_and_loss):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(() if parts is None else -1) / (self._factor or 1.0)
