@@ -200,8 +200,7 @@ def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues
     template = TEMPLATE.read_text(encoding="utf-8").splitlines()
     body = template[template.index("set -uo pipefail") :]
     variables = [f"ZEROLORA_HOME={shlex.quote(str(HOME))}", f"ZEROLORA_MAX_REQUEUES={max_requeues}"]
-    parameters = [*variables, f"set -- {shlex.join(arguments)}"]
-    return "\n".join([*head, body[0], *parameters, *body[1:]]) + "\n"
+    return "\n".join([*head, body[0], *variables, f"set -- {shlex.join(arguments)}", *body[1:]]) + "\n"
 
 
 def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:

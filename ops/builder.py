@@ -200,16 +200,11 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
 
 
 def register() -> LoraOpBuilder:
-    """Add our builder to DeepSpeed's tables, for its report and its accelerator."""
-    from deepspeed.accelerator import get_accelerator
+    """Add our builder to DeepSpeed's table, for its report."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     builder = LoraOpBuilder()
     ALL_OPS[builder.NAME] = builder
-    accelerator: Any = get_accelerator()
-    if accelerator.device_name() == "cuda":
-        get_private(accelerator, "_lazy_init_class_dict")()
-        get_private(accelerator, "class_dict")["LoraOpBuilder"] = LoraOpBuilder
     return builder
 
 

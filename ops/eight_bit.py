@@ -150,5 +150,4 @@ def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def eight_bit_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None) -> Tensor:
     """Compute y = t (x_q W_q^T) v + bias for a frozen weight without an adapter; dX = u (g_q W_q)."""
-    y: Tensor = _LINEAR(x, weight.values, weight.row_scale, bias)
-    return y
+    return _LINEAR(x, weight.values, weight.row_scale, bias)

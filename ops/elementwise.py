@@ -26,8 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types that do not fit, and in the backward pass
     for a weight that requires a gradient.
     """
-    y: Tensor = _NORM(x, weight, eps, offset)[0]
-    return y
+    return _NORM(x, weight, eps, offset)[0]
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -35,8 +34,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises ValueError unless gate and up have the same shape and type. Shazeer 2020, https://arxiv.org/abs/2002.05202.
     """
-    h: Tensor = _SILU_MUL(gate, up)
-    return h
+    return _SILU_MUL(gate, up)
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -44,8 +42,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises ValueError unless gate and up have the same shape and type. Paper: see `silu_mul`.
     """
-    h: Tensor = _GELU_MUL(gate, up)
-    return h
+    return _GELU_MUL(gate, up)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +52,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     unchanged. The results are stored as [B, T, H, D], the layout that attention reads. Su et al. 2021,
     https://arxiv.org/abs/2104.09864. Raises ValueError for shapes and types that do not fit.
     """
-    rotated: tuple[Tensor, Tensor] = _ROPE(q, k, cos, sin)
-    return rotated
+    return _ROPE(q, k, cos, sin)
 
 
 @contextmanager

@@ -165,7 +165,7 @@ def experts_mlp(
         raise ValueError("gate_up and down are quantized with different block sizes: use one size")
     form = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
     numbers = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]
-    y: Tensor = _FORWARD(
+    return _FORWARD(
         hidden,
         top_k_index,
         top_k_weights,
@@ -181,7 +181,6 @@ def experts_mlp(
         gate_up.source,
         down.source,
     )[0]
-    return y
 
 
 def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
@@ -190,11 +189,6 @@ def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
             raise ValueError("expert adapter: only one factor is given; pass A and B, or neither")
         return []
     return [down, up]
-
-
-def round_up_rank(rank: int) -> int:
-    """Round a rank up to a multiple of 16, the columns of h: the kernels multiply 16 ranks at a time."""
-    return (rank + 15) // 16 * 16
 
 
 def check(  # type: ignore[no-untyped-def]
@@ -231,10 +225,6 @@ def check(  # type: ignore[no-untyped-def]
             raise ValueError(f"hidden on {x.device}, A on {a.device}, B on {b.device}: move them together")
 
 
-def _count_h_columns(factors: Sequence[Tensor]) -> int:
-    return round_up_rank(factors[0].shape[1]) if factors else 0
-
-
 def _fake_forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ):
@@ -243,8 +233,8 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return (
         x.new_empty(x.shape),
         x.new_empty((N, 2 * shape[1])),
-        x.new_empty((N, _count_h_columns(gate_up_factors))),
-        x.new_empty((N, _count_h_columns(down_factors))),
+        x.new_empty((N, experts_plain.count_h_columns(gate_up_factors))),
+        x.new_empty((N, experts_plain.count_h_columns(down_factors))),
         x.new_empty(N, dtype=torch.int32),
         x.new_empty(shape[0], dtype=torch.int32),
     )

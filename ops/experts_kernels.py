@@ -116,8 +116,7 @@ class _Call:
             w = weight.transpose(1, 2) if by_column else weight
             if q is not None:
                 q = (q if by_column else q.transpose(1, 2)).contiguous()
-            y: Tensor = _ops.expert_product(rows, w, h, q, self.ends, self.pairs, by_column)
-            return y
+            return _ops.expert_product(rows, w, h, q, self.ends, self.pairs, by_column)
         y = _grouped(rows, weight, offs=self.ends)
         if h is not None and q is not None:
             _ops.expert_expand_(y, h, q.contiguous(), None, *self.rows, 0.0, None)
@@ -210,8 +209,7 @@ def _compute_factor_gradient(
     """Return the gradient of A[E,R,D], or of B[E,D,R] (transposed), in its own type."""
     rank = factor.shape[2 if transposed else 1]
     p = call.p if seed is not None else 0.0
-    grad: Tensor = _ops.expert_gradient(z, v, *call.rows, per_source, rank, transposed, factor.dtype, p, seed)
-    return grad
+    return _ops.expert_gradient(z, v, *call.rows, per_source, rank, transposed, factor.dtype, p, seed)
 
 
 def _compute_bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:

@@ -58,8 +58,7 @@ def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     flat = index.reshape(-1)
     flat = torch.where((flat < 0) | (flat >= experts), experts, flat)
     order = torch.argsort(flat, stable=True).to(torch.int32)
-    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
-    return order, counts.cumsum(0).to(torch.int32)
+    return order, torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0).to(torch.int32)
 
 
 def split_gate_up(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -96,8 +95,9 @@ def _apply_mask(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
     return x if mask is None else x * mask[rows.pairs]
 
 
-def _pad_rank(h: Tensor, rank: int) -> Tensor:
-    return torch.nn.functional.pad(h, (0, (rank + 15) // 16 * 16 - rank))
+def count_h_columns(factors: Sequence[Tensor]) -> int:
+    """Return the number of columns of h for a rank: the kernels multiply 16 ranks at a time."""
+    return (factors[0].shape[1] + 15) // 16 * 16 if factors else 0
 
 
 def forward(  # type: ignore[no-untyped-def]
@@ -110,8 +110,7 @@ def forward(  # type: ignore[no-untyped-def]
     down = build_dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
     order, ends = sort_rows(index, E)
     u0 = x.new_zeros((N, 2 * inner))
-    h_gu, h_d = (_pad_rank(x.new_zeros((N, f[0].shape[1] if f else 0)), f[0].shape[1] if f else 0)
-                 for f in (gate_up_factors, down_factors))  # fmt: skip
+    h_gu, h_d = (x.new_zeros((N, count_h_columns(factors))) for factors in (gate_up_factors, down_factors))
     masks = _draw_masks(N, shape, p, seed, x.dtype)
     out = x.new_zeros((N, H))  # in the order of the pairs
     for rows in _split_rows_by_expert(order, ends, K):

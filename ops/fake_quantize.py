@@ -124,5 +124,4 @@ def fake_quantize_linear(
     Raises ValueError in the backward pass if W itself needs a gradient.
     """
     seed = int(torch.randint(0, 2**62, (), device="cpu")) if dropout else 0
-    result: Tensor = _FakeQuantizedLinear.apply(x, weight, bias, down, up, scale, quantize, dropout, seed)
-    return result
+    return _FakeQuantizedLinear.apply(x, weight, bias, down, up, scale, quantize, dropout, seed)

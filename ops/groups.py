@@ -6,6 +6,7 @@ parent and are called once each, consecutively, with the same tensor (storage, s
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,13 +35,10 @@ def _record_calls(modules: Mapping[str, nn.Module], forward: Callable[[], object
 
         return record
 
-    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in modules.items()]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(hook(name), with_kwargs=True))
+        forward()
     return calls
 
 

@@ -117,8 +117,7 @@ def sum_token_losses(
         hidden = hidden * factor
     indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
     grad_enabled = torch.is_grad_enabled()
-    loss: Tensor = _TokenLossSum.apply(hidden, weight, targets, indices, values, grad_enabled, kind, token_weights)
-    return loss
+    return _TokenLossSum.apply(hidden, weight, targets, indices, values, grad_enabled, kind, token_weights)
 
 
 def sum_token_losses_from_logits(
@@ -154,8 +153,7 @@ def measure_tokens(
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, None if base_hidden is None else base_hidden * factor
     trained = (rows.indices, rows.values) if rows is not None else (None, None)
-    measures: Tensor = _TokenMeasures.apply(hidden, base_hidden, weight, targets, *trained)
-    return measures
+    return _TokenMeasures.apply(hidden, base_hidden, weight, targets, *trained)
 
 
 @torch.no_grad()
@@ -305,8 +303,7 @@ def sum_divergences(
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, base_hidden * factor
     indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
-    divergence: Tensor = _DivergenceSum.apply(hidden, base_hidden, weight, indices, values, torch.is_grad_enabled())
-    return divergence
+    return _DivergenceSum.apply(hidden, base_hidden, weight, indices, values, torch.is_grad_enabled())
 
 
 class _DivergenceSum(torch.autograd.Function):

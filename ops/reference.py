@@ -63,8 +63,7 @@ def _bit_shifts(device: torch.device) -> Tensor:
 
 def project(x: Tensor, down: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """Return h[T,R] = s (m*x) A^T."""
-    masked_TI = x if mask is None else x * mask
-    return scale * (masked_TI @ down.t())
+    return scale * ((x if mask is None else x * mask) @ down.t())
 
 
 def backward(

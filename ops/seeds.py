@@ -50,5 +50,4 @@ def draw_seed(x: Tensor, p: float, count: int = 1) -> Tensor | None:
     """
     if p == 0.0:
         return None
-    seed: Tensor = getattr(_DRAWING, "draw", _draw_new)(x.device, count)
-    return seed
+    return getattr(_DRAWING, "draw", _draw_new)(x.device, count)

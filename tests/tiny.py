@@ -75,6 +75,17 @@ def write_chats(path: Path, count: int, *, seed: int = 0, longest: int = 12) -> 
     return path
 
 
+def write_training(folder: Path, data: str, training: str, adapters: str = "") -> Path:
+    """Write a model, chats, and the file c.yaml, which trains the model on them into `runs`."""
+    make_model(folder / "model")
+    write_chats(folder / "chats.jsonl", 60)
+    (folder / "c.yaml").write_text(
+        f"base_model: model\noutput_dir: runs\ndataset: {{path: chats.jsonl, {data}max_length: 64, cache_dir: cache}}\n"
+        f"training: {{{training}, batch_size: 2}}\n{adapters}"
+    )
+    return folder
+
+
 def record_base(run_dir: Path, config: RunConfig, **more: object) -> None:
     """Write the run.json of a finished run, with the base that it was trained on."""
     from trainer.checkpoint.adapter_files import record_result

@@ -122,8 +122,7 @@ class Loop:
 
     def _step(self) -> None:
         self.before_step()
-        attempt = self._context.recovery.attempt
-        self.advance(*attempt(self.position.step + 1, self._saved_at, self._launch))
+        self.advance(*self._context.recovery.attempt(self.position.step + 1, self._saved_at, self._launch))
 
     def before_step(self) -> None:
         if self._previous is None:
@@ -175,7 +174,7 @@ class Loop:
         self._context.recovery.is_updating = True
         self._settle()
         if self._checkpoints is not None:
-            self._checkpoints.make_updates_wait()
+            self._checkpoints.copies.make_updates_wait()
 
     def wants_save(self) -> bool:
         """Return whether `save_minutes` have passed on rank 0; other ranks learn it from the step's result."""

@@ -155,9 +155,7 @@ def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator
 
 def check_space(name: str, folder: Path, needed_gib: float) -> Check:
     """Check the free space on a folder's file system, and that a test file can be written."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
     description = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
     fix = "free some space, or use another folder"

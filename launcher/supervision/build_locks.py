@@ -7,6 +7,7 @@ process has open is therefore stale, unless its folder is shared with other host
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,8 @@ def find_locks(root: Path) -> list[BuildLock]:
     holders = _find_holders(paths)
     locks = []
     for path in paths:
-        try:
+        with suppress(FileNotFoundError):  # the build has ended in the meantime
             locks.append(BuildLock(path, holders.get(path), time.time() - path.stat().st_mtime))
-        except FileNotFoundError:
-            continue  # the build has finished in the meantime
     return locks
 
 
@@ -58,12 +57,9 @@ def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
     by_target = {os.path.realpath(path): path for path in paths}
     holders: dict[Path, int] = {}
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if by_target else ():
-        try:
-            target = os.readlink(descriptor)
-        except OSError:
-            continue  # the process has exited, or belongs to another user
-        if target in by_target:
-            holders[by_target[target]] = int(descriptor.parts[2])
+        with suppress(OSError):  # the process has exited, or belongs to another user
+            if (target := os.readlink(descriptor)) in by_target:
+                holders[by_target[target]] = int(descriptor.parts[2])
     return holders
 
 

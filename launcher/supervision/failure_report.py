@@ -150,8 +150,7 @@ def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_repo
     if not is_reported:
         say(f"the run failed: {hang.text}")
     rank = hang.ranks[0]
-    log = logs / f"rank-{rank}.log"
-    text = _read_new_text(log, old_sizes)
+    text = _read_new_text(logs / f"rank-{rank}.log", old_sizes)
     for line in find_last_stack(text) or find_last_traceback(text):
         say(f"  {line}")
     say(f"stacks of all ranks: {logs}/rank-*.log")

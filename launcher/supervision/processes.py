@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from types import FrameType
 
 import psutil
@@ -25,13 +26,11 @@ def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
     for beat in beats:
         if beat.host != host_name() or beat.exit_code is not None:
             continue
-        try:
+        with suppress(psutil.NoSuchProcess):
             process = psutil.Process(beat.pid)
             # If the PID was reused, its process is younger than the heartbeat.
             if process.create_time() < beat.time:
                 ranks[beat.rank] = process
-        except psutil.NoSuchProcess:
-            continue
     return ranks
 
 
@@ -45,19 +44,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     tree: list[psutil.Process] = []
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             tree += [*process.children(recursive=True), process]
-        except psutil.NoSuchProcess:
-            continue
     return tree
 
 
@@ -78,11 +73,9 @@ def kill_sessions(leader_pids: Collection[int]) -> None:
 def _list_session_members(leader_pids: Collection[int]) -> list[psutil.Process]:
     members: list[psutil.Process] = []
     for process in psutil.process_iter():
-        try:
+        with suppress(OSError, psutil.Error):
             if os.getsid(process.pid) in leader_pids and is_alive(process):
                 members.append(process)
-        except (OSError, psutil.Error):
-            continue
     return members
 
 

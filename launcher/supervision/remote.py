@@ -85,8 +85,7 @@ class SrunReach(Reach):
         return self.allocation.nodes[node] if node < len(self.allocation.nodes) else ""
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        statuses = _parse_srun(_SRUN_ENDS.split(log)[0])
-        return {rank: status for rank, status in statuses.items() if status}
+        return {rank: status for rank, status in _parse_srun(_SRUN_ENDS.split(log)[0]).items() if status}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         unstarted = {host: f"srun could not start its ranks: {reason}" for host, reason in _SRUN_UNSTARTED.findall(log)}

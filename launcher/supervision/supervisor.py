@@ -296,8 +296,7 @@ class Supervisor:
             lost = self.reach.find_lost_hosts(self.observer.log.text_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
-        failure = Failure(self.logs, sizes, failed, code, lost, self._has_launcher_failed())
-        self.fault = failure.report()
+        self.fault = Failure(self.logs, sizes, failed, code, lost, self._has_launcher_failed()).report()
         status = self.fault.status
         if code == EXIT_USAGE:
             return EXIT_USAGE

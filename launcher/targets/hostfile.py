@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.config import UserError
@@ -93,10 +94,8 @@ def detect_unreachable_hosts(hosts: Sequence[str], folder: Path) -> dict[str, st
 
 def run_over_ssh(host: str, command: str) -> None:
     """Run a shell command on a host; ignore the result, even if the host does not respond."""
-    try:
+    with suppress(subprocess.TimeoutExpired):  # its ranks cannot run either
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass  # its ranks cannot run either
 
 
 def _detect_ssh_problem(host: str, command: str) -> str | None:

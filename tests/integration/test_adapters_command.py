@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision.restarts import Ending, Restarts
-from tests.tiny import make_model, write_chats
+from tests.tiny import write_training
 from trainer.contract.restart_record import AdapterChanges, find_changed_adapters, read_restarts
 
 ROOT = Path(__file__).parents[2]
@@ -34,15 +34,9 @@ def wait_for(condition: Callable[[], object], process: "subprocess.Popen[bytes]"
 
 @pytest.fixture
 def ground(tmp_path: Path) -> Path:
-    make_model(tmp_path / "model")
-    write_chats(tmp_path / "chats.jsonl", 60)
-    (tmp_path / "c.yaml").write_text(
-        "base_model: model\noutput_dir: runs\ndataset: {path: chats.jsonl, max_length: 64, cache_dir: cache}\n"
-        "training: {max_steps: 100000, save_steps: 20, batch_size: 2}\n"
-        "adapters: [{name: a}, {name: b, seed: 1}]\n"
-    )
     (tmp_path / "new.yaml").write_text("name: new\nseed: 5\nlora: {r: 4}\n")
-    return tmp_path
+    adapters = "adapters: [{name: a}, {name: b, seed: 1}]\n"
+    return write_training(tmp_path, "", "max_steps: 100000, save_steps: 20", adapters)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import make_model, write_chats
+from tests.tiny import write_training
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,13 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", [["--gpus-per-run", "1"], ["--together"]])
 def test_two_rates_are_trained_and_compared(tmp_path: Path, how: list[str]) -> None:
-    make_model(tmp_path / "model")
-    write_chats(tmp_path / "chats.jsonl", 60)
-    (tmp_path / "c.yaml").write_text(
-        "base_model: model\noutput_dir: runs\n"
-        "dataset: {path: chats.jsonl, val_split: 0.1, max_length: 64, cache_dir: cache}\n"
-        "training: {max_steps: 4, eval_steps: 2, save_steps: 0, batch_size: 2}\n"
-    )
+    write_training(tmp_path, "val_split: 0.1, ", "max_steps: 4, eval_steps: 2, save_steps: 0")
     command = [sys.executable, "-m", "launcher.cli", "sweep", "c.yaml", "training.learning_rate=1e-5,1e-2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     command += how

@@ -7,7 +7,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,15 @@ def ask(url: str, body: dict[str, object] | None = None) -> Any:
         return json.load(answer)
 
 
-@pytest.fixture(scope="module", params=["adapter", "merged"])
-def url(request: pytest.FixtureRequest, run: Path, vllm_folder: Path) -> Iterator[str]:
-    port, log = free_port(), run.parent / f"{request.param}.log"
-    options = "--dtype float32 --enforce-eager --max-model-len 128"
-    command = [sys.executable, "-m", "launcher.cli", "serve", str(run), "--server", "vllm", "--options", options]
-    command += ["--python", str(vllm_folder / "bin" / "python"), "--port", str(port)]
+@contextmanager
+def serve(run: Path, options: Sequence[str], variables: Mapping[str, str], log: Path, start_s: float) -> Iterator[str]:
+    """Run `zerolora serve` on a free port within the block, which gets the server's address once it answers."""
+    port = free_port()
+    command = [sys.executable, "-m", "launcher.cli", "serve", str(run), *options, "--port", str(port)]
     with log.open("w") as file:
-        server = subprocess.Popen(
-            [*command, *["--merged"] * (request.param == "merged")],
-            env=os.environ | VARIABLES, stdout=file, stderr=file,
-        )  # fmt: skip
+        server = subprocess.Popen(command, env=os.environ | variables, stdout=file, stderr=file)
     try:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + start_s
         while server.poll() is None and time.monotonic() < deadline:
             try:
                 ask(f"http://127.0.0.1:{port}/v1/models")
@@ -57,10 +54,18 @@ def url(request: pytest.FixtureRequest, run: Path, vllm_folder: Path) -> Iterato
                 time.sleep(1)
         else:
             pytest.fail(log.read_text()[-4000:])
-        yield f"http://127.0.0.1:{port}/v1"
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(60)
+
+
+@pytest.fixture(scope="module", params=["adapter", "merged"])
+def url(request: pytest.FixtureRequest, run: Path, vllm_folder: Path) -> Iterator[str]:
+    options = ["--server", "vllm", "--options", "--dtype float32 --enforce-eager --max-model-len 128"]
+    options += ["--python", str(vllm_folder / "bin" / "python"), *["--merged"] * (request.param == "merged")]
+    with serve(run, options, VARIABLES, run.parent / f"{request.param}.log", START_S) as address:
+        yield f"{address}/v1"
 
 
 def test_the_api_answers_as_peft_does(run: Path, url: str) -> None:

@@ -1,10 +1,7 @@
 """`zerolora serve --server llama.cpp` with llama.cpp's own server: its API gives the tokens of PEFT."""
 
 import os
-import subprocess
 import sys
-import time
-import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +9,8 @@ import pytest
 from peft import PeftModel
 from transformers import AutoTokenizer
 
-from tests.servers.test_serve import ask
+from tests.servers.test_serve import ask, serve
 from tests.servers.test_vllm import NEW_TOKENS, PROMPTS, load, log_probabilities, make_base, make_run
-from trainer.contract.rendezvous import free_port
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp from the wheel xllamacpp, of the extra dev")
 START_S = 240
@@ -51,27 +47,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(run: Path) -> Iterator[str]:
-    port, log, program = free_port(), run.parent / "server.log", run.parent / "llama-server"
+    program = run.parent / "llama-server"
     program.write_text(PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
-    command = [sys.executable, "-m", "launcher.cli", "serve", str(run), "--server", "llama.cpp", "--port", str(port)]
-    variables = os.environ | {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
-    with log.open("w") as file:
-        server = subprocess.Popen([*command, "--options", "--ctx-size 128"], env=variables, stdout=file, stderr=file)
-    try:
-        deadline = time.monotonic() + START_S
-        while server.poll() is None and time.monotonic() < deadline:
-            try:
-                ask(f"http://127.0.0.1:{port}/v1/models")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(1)
-        else:
-            pytest.fail(log.read_text()[-4000:])
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(60)
+    variables = {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+    options = ["--server", "llama.cpp", "--options", "--ctx-size 128"]
+    with serve(run, options, variables, run.parent / "server.log", START_S) as address:
+        yield address
 
 
 def test_the_api_answers_as_peft_does(run: Path, url: str) -> None:

@@ -224,7 +224,7 @@ def test_captions_are_dropped_as_often_as_asked(root: Path) -> None:
     prepared = prepare(run_config(root))
     [batches] = batches_of(prepared, ranks=1, accumulation=6, caption_dropout=0.5)
     store = prepared.data.train.store
-    empty = store.conditions(store.get_caption_index(""))["text"]
+    empty = store.conditions(store.captions.index(""))["text"]
     dropped = [
         torch.equal(text, empty)
         for epoch in range(40)

@@ -111,8 +111,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model; empty if one is missing."""
     index = folder / INDEX
     if index.is_file():
-        names = set(read_json(index, Index).weight_map.values())
-        files = sorted(folder / name for name in names)
+        files = sorted(folder / name for name in set(read_json(index, Index).weight_map.values()))
         return files if all(file.is_file() for file in files) else []
     return sorted(folder.glob("*.safetensors"))
 

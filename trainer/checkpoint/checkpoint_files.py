@@ -95,8 +95,7 @@ def _find_problem(checkpoint: Path, read: bool) -> str | None:
 def find_damage(checkpoint: Path) -> str | None:
     """Verify all checksums of a checkpoint; return the first problem with its file's name, or None if all match."""
     try:
-        marker = (checkpoint / MARKER).read_bytes()
-        sums = _parse_checksums(marker)
+        sums = _parse_checksums((checkpoint / MARKER).read_bytes())
         if sums is None:
             return f"{MARKER} is damaged"
         for name, (digest, size) in sums.items():

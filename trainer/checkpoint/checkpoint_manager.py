@@ -57,7 +57,7 @@ class CheckpointManager:
         self._first_step = 0
         self._later: list[Path] = []
         self._renamed: list[Path] = []
-        self._copies = HostCopies()
+        self.copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
         self._current: BackgroundSave | None = None
         self._upload_problem = ""
@@ -120,15 +120,12 @@ class CheckpointManager:
         """Queue copies of engine state and weights to host memory, after the current step; a collective call."""
         with suppress(SaveFailed):  # the failure was reported; continue with this save
             self.settle()
-        state = RankState.capture(engine, self._ranks, self._copies)
+        state = RankState.capture(engine, self._ranks, self.copies)
         with phase("gather"), use_averaged_weights(engine):
             only_trained = self._config.adapter != "none"
-            weights = gather_weights(engine.module, only_trained=only_trained, copy=self._copies.copy)
-        self._copies.mark_queued()
+            weights = gather_weights(engine.module, only_trained=only_trained, copy=self.copies.copy)
+        self.copies.mark_queued()
         self._copied = state, weights
-
-    def make_updates_wait(self) -> None:
-        self._copies.make_updates_wait()
 
     @phase("save")
     def save(
@@ -154,7 +151,7 @@ class CheckpointManager:
         rank_state = rank_state.complete(state, engine, self._ranks)
 
         def write(folder: Path) -> None:
-            self._copies.wait()
+            self.copies.wait()
             if self._ranks.is_main:
                 rank_state.state["run"] = self._get_identity()
                 write_weights(folder)

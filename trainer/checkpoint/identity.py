@@ -87,8 +87,7 @@ def read_recorded_identity(folder: Path) -> Identity | None:
     """Return the identity recorded with a checkpoint or finished run; None for any other adapter."""
     state = folder / "state.json"
     file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
-    identity: Identity | None = check_shape(read_json(file).get(key), file, Identity | None) if file.is_file() else None
-    return identity
+    return check_shape(read_json(file).get(key), file, Identity | None) if file.is_file() else None
 
 
 def find_differences(recorded: Identity, current: Identity, name: str) -> list[Difference]:

@@ -76,8 +76,7 @@ def check_output_folder(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     fetch_run(folder)
     try:
-        existing = _find_nearest_existing(folder)
-        _check_writable(folder, existing)
+        _check_writable(folder, _find_nearest_existing(folder))
         if (folder / LOGS).exists() and not (folder / LOGS).is_dir():
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
         _check_separate(config, folder)

@@ -8,7 +8,6 @@ be read, every sequence counts as `dataset.max_length` tokens.
 
 import json
 import os
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -220,7 +219,3 @@ def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assume(world_size, precision, ranks_per_host)
     return find_model_kind(config).build_draft_planner(config, machine)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -107,5 +107,4 @@ def _build_quantization_config(form: IntegerForm, unquantized: list[str]) -> dic
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=unquantized,
     )
-    values: dict[str, Any] = config.model_dump(mode="json")
-    return values
+    return config.model_dump(mode="json")

@@ -132,10 +132,9 @@ def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
 def read_resumed_ranks(run: Path) -> int:
     """Return the number of ranks of the run to resume; 1 if the number is not recorded."""
     try:
-        ranks: int = read_value(run / "run.json", "world_size", Count)
+        return read_value(run / "run.json", "world_size", Count)
     except (FileNotFoundError, UnreadableFile):
         return 1
-    return ranks
 
 
 def _suggest_checkpoints(run: Path) -> str:

@@ -185,12 +185,11 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
-            try:
+            # The file server may not respond; `check` raises if another run takes over.
+            with suppress(OSError, UnreadableFile):
                 if not self._still_holds():
                     return
                 os.utime(self._path)
-            except (OSError, UnreadableFile):
-                continue  # the file server does not respond; `check` raises if another run takes over
 
     def __enter__(self) -> Self:
         return self

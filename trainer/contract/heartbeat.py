@@ -85,10 +85,9 @@ class Heartbeat:
     def parse(cls, line: bytes) -> "Heartbeat | None":
         """Parse the result of `encode`; return None if it is incomplete or damaged."""
         try:
-            beat: Heartbeat = parse_json(line, Path("heartbeat"), cls)
+            return parse_json(line, Path("heartbeat"), cls)
         except UnreadableFile:
             return None
-        return beat
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ class Hang:
 
 def read_hang(logs: Path) -> Hang | None:
     """Return the ranks' verdict; None if it does not exist or cannot be read."""
-    hang: Hang | None = find_json(logs / VERDICT_FILE, Hang)
-    return hang
+    return find_json(logs / VERDICT_FILE, Hang)
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:

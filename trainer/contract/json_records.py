@@ -45,12 +45,11 @@ class SweptRun:
 def read_sweep(folder: Path) -> list[SweptRun]:
     """Return the recorded runs of a folder; raises UserError if the record is damaged."""
     try:
-        runs: list[SweptRun] = read_json(folder / SWEEP, dict[str, list[SweptRun]]).get("runs", [])
+        return read_json(folder / SWEEP, dict[str, list[SweptRun]]).get("runs", [])
     except FileNotFoundError:
         return []
     except UnreadableFile as error:
         raise UserError(f"{error.path}: {error.problem}; remove it") from None
-    return runs
 
 
 def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:

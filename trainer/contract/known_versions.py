@@ -87,6 +87,22 @@ def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[Non
         setattr(owner, name, before)
 
 
+@contextmanager
+def overridden(*changes: tuple[object, str, Any]) -> Iterator[None]:
+    """Set instance attributes, given as (owner, name, value), within the block; they precede methods and parameters."""
+    before = [vars(owner).get(name) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(changes, before, strict=True):
+            if value is None:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = value
+
+
 def installed_version(package: str) -> str | None:
     """Return the version of a package; None if it is not installed, as in a checkout without `pip install`."""
     try:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,10 +161,8 @@ class LauncherWatch:
 def exit_with_children(exit_code: int) -> None:
     """Kill all child processes and exit immediately, without waiting for the main thread."""
     for process in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
     os._exit(exit_code)
 
 

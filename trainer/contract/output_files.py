@@ -60,9 +60,7 @@ def describe_disk_error(error: BaseException) -> str | None:
 
 
 def describe_disk(path: Path) -> str:
-    folder = path.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
     usage = shutil.disk_usage(folder)
     while not folder.is_mount():
         folder = folder.parent

@@ -11,6 +11,7 @@ import os
 import shlex
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,11 +60,8 @@ class StartMessage:
 
     def send(self, channel: socket.socket) -> None:
         """Start the rank at the other end; ignore a rank that has exited, because its parent detects that."""
-        try:
+        with channel, suppress(OSError):
             channel.sendall(json.dumps(asdict(self)).encode() + b"\n")
-        except OSError:
-            pass
-        channel.close()
 
     @classmethod
     def wait(cls, channel: socket.socket) -> "StartMessage | None":

@@ -84,8 +84,7 @@ class AdapterChanges:
 
     @staticmethod
     def read(run_dir: Path) -> "AdapterChanges | None":
-        changes: AdapterChanges | None = find_json(run_dir / "logs" / _CHANGES_FILE, AdapterChanges)
-        return changes
+        return find_json(run_dir / "logs" / _CHANGES_FILE, AdapterChanges)
 
     def write(self, run_dir: Path) -> None:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -104,8 +103,7 @@ def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> l
 
 def read_restarts(run_dir: Path) -> list[Restart]:
     """Return the restarts of a run in order; an empty list if the record cannot be read."""
-    restarts: list[Restart] = find_json(run_dir / "logs" / _FILE, list[Restart], [])
-    return restarts
+    return find_json(run_dir / "logs" / _FILE, list[Restart], [])
 
 
 def record_restart(run_dir: Path, restart: Restart) -> None:

@@ -463,8 +463,7 @@ def group_similar_lengths(order: Index, lengths: Index, global_batch: int, gener
         end = len(window) - len(window) % global_batch
         window = window[np.argsort(-lengths[window], kind="stable")]
         # The incomplete last batch gets the shortest samples.
-        batches = window[:end].reshape(-1, global_batch)
-        windows += [*generator.permutation(batches), window[end:]]
+        windows += [*generator.permutation(window[:end].reshape(-1, global_batch)), window[end:]]
     return np.concatenate(windows) if windows else order
 
 

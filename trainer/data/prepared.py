@@ -35,8 +35,7 @@ def has_images(prepared: Prepared) -> bool:
 
 
 def count_skipped_records(prepared: Prepared, batches: Any) -> dict[str, int]:
-    counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
-    return counts
+    return batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
 
 
 def count_samples(prepared: Prepared) -> int | None:

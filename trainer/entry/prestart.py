@@ -57,8 +57,7 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     show = partial(print, flush=True)
     with _exit_on_signals(), _silence_libraries(), phase("checks"):
         try:
-            config = load_config(path, overrides).config
-            prepared, _ = prepare_to_resume(config, world_size, show)
+            prepared, _ = prepare_to_resume(load_config(path, overrides).config, world_size, show)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code, None

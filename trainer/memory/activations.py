@@ -14,6 +14,7 @@ from trainer.config import TrainingSection
 from trainer.memory.observed import Kernels, Layer
 from trainer.memory.stored_weights import Shapes
 from trainer.model.targets import find_non_text_modules
+from trainer.parallel.engine.linear_layers import find_base_model
 
 FP32 = 4
 UNFUSED_LOSS_BYTES = 12
@@ -69,7 +70,7 @@ def estimate_tower_activations(model: Any, image_tokens: int, work: MicroStep) -
 
     A layer keeps the inputs and outputs of its linear layers, or only its input with gradient checkpointing.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = find_base_model(model)
     modules = [module for path in find_non_text_modules(base) for module in base.get_submodule(path).modules()]
     lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     if not (image_tokens and lists):

@@ -7,8 +7,8 @@ replaced by functions that keep the same tensors as on a GPU.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_forward import detect_activation, run_adapted_experts, run_in_torch
 from trainer.model.expert_layers import expert_modules, takes_all_tokens
 from trainer.model.reached_layers import describe_layer, find_decoder_layers
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import replace
@@ -180,8 +181,7 @@ def count_rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
 
 
 @replaces("Triton's `JITFunction.run`")
-@contextmanager
-def forbid_triton() -> Iterator[None]:
+def forbid_triton() -> AbstractContextManager[None]:
     """Raise RuntimeError if a layer would launch a Triton kernel within the block."""
 
     def run(*_: Any, **__: Any) -> None:
@@ -190,10 +190,8 @@ def forbid_triton() -> Iterator[None]:
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:  # not part of torch's CPU builds
-        yield
-        return
-    with replaced(JITFunction, "run", run, "triton"):
-        yield
+        return nullcontext()
+    return replaced(JITFunction, "run", run, "triton")
 
 
 def _forward(model: Any, rows: int, length: int) -> Any:
@@ -226,7 +224,7 @@ def _set_attention(model: Any, kernels: Kernels) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLASH, _attend)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = find_base_model(model)
     attention = FLASH if kernels.attention == "flash" else kernels.attention
     if base.config._attn_implementation != attention:
         base.set_attn_implementation(attention)
@@ -348,8 +346,7 @@ def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
 
 
 @replaces("`scaled_dot_product_attention`")
-@contextmanager
-def substitute_attention(*, copied: bool = False) -> Iterator[None]:
+def substitute_attention(*, copied: bool = False) -> AbstractContextManager[None]:
     """Replace attention within the block; on the meta device torch would decompose it and save the scores."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
@@ -358,9 +355,4 @@ def substitute_attention(*, copied: bool = False) -> Iterator[None]:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         return _Flash.apply(query, key, value, attn_mask)
 
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original
+    return replaced(F, "scaled_dot_product_attention", attend, "torch")

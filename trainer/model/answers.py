@@ -47,8 +47,7 @@ def generate_texts(
         pad_token_id=tokenizer.pad_token_id,
         **options,
     )
-    texts: list[str] = tokenizer.batch_decode(generated[:, length:], skip_special_tokens=True)
-    return texts
+    return tokenizer.batch_decode(generated[:, length:], skip_special_tokens=True)
 
 
 def needs_synced_passes(engine: Engine) -> bool:

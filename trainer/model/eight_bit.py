@@ -31,7 +31,7 @@ class FrozenLinear8bit(nn.Linear):
 
     def __init__(
         self,
-        linear: nn.Module,
+        linear: Any,
         values: torch.Tensor,
         scales: torch.Tensor,
         block: tuple[int, int],
@@ -43,7 +43,6 @@ class FrozenLinear8bit(nn.Linear):
 
         `values` [O,I] are uint8 (e4m3) or int8; `scales` [ceil(O/rows), ceil(I/columns)] are fp32.
         """
-        assert isinstance(linear, nn.Linear)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype, self.block = compute_dtype, block
@@ -55,9 +54,8 @@ class FrozenLinear8bit(nn.Linear):
         linear.weight.data = linear.weight.data.new_empty(0)
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
+    def from_linear(cls, linear: Any, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
         """Quantize `linear` with one scale per row, and free its weight."""
-        assert isinstance(linear, nn.Linear)
         parts = linear.weight.data.to(compute_dtype).split(ROWS_PER_CHUNK)
         values, scales = zip(*(quantize_rows(part, STORAGE[kind]) for part in parts), strict=True)
         block = (1, linear.in_features)

@@ -6,15 +6,14 @@ expert. Files contain PEFT's matrices, so that `PeftModel.from_pretrained` can r
 Legend: E experts, R rank, I in, O out.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import replaces, require
+from trainer.contract.known_versions import overridden, replaces, require
 from trainer.model.expert_forward import Adapter, run_adapted_experts
 from trainer.model.expert_layers import ExpertFactor, expert_modules, expert_shape
 from trainer.model.older_names import keep_target_names
@@ -36,8 +35,7 @@ class ParamWrapper(lora.ParamWrapper):
         self.set_adapter(self.active_adapters, inference_mode=kwargs["config"].inference_mode)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
-        experts = self.get_base_layer()
-        self.num_experts, first, second = expert_shape(experts, self.parameter_name)
+        self.num_experts, first, second = expert_shape(self.get_base_layer(), self.parameter_name)
         self._param_ndim = 3
         return first, second
 
@@ -65,27 +63,17 @@ class ParamWrapper(lora.ParamWrapper):
                 adapters[layer.parameter_name] = adapter
             layer = layer.base_layer
         if not adapters:
-            plain: Tensor = layer(x, *args, **kwargs)
-            return plain
+            return layer(x, *args, **kwargs)
         # Call it as a module, so that ZeRO-3's hooks gather its parameters.
-        attributes, before = vars(layer), vars(layer).get("forward")
-        attributes["forward"] = partial(run_adapted_experts, layer, adapters)
-        try:
-            result: Tensor = layer(x, *args, **kwargs)
-            return result
-        finally:
-            del attributes["forward"]
-            if before is not None:
-                attributes["forward"] = before
+        with overridden((layer, "forward", partial(run_adapted_experts, layer, adapters))):
+            return layer(x, *args, **kwargs)
 
 
-@contextmanager
-def use_expert_adapters(model: nn.Module, config: Any) -> Iterator[None]:
+def use_expert_adapters(model: nn.Module, config: Any) -> AbstractContextManager[None]:
     """Make PEFT use our wrapper for experts, and keep target names unchanged (`keep_target_names`)."""
     modules = expert_modules(model).values()
     require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in modules})
-    with keep_target_names():
-        yield
+    return keep_target_names()
 
 
 def set_dropout(adapted: nn.Module, rate: float) -> None:

@@ -50,8 +50,7 @@ def run_adapted_experts(
         for weight in experts.parameters(recurse=False)
     ):
         # The backward pass dequantizes or gathers the weights again instead of keeping them.
-        result: Tensor = checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
-        return result
+        return checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
     return compute(experts, adapters, *tensors)
 
 

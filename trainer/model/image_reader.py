@@ -22,6 +22,7 @@ from trainer.model.base import load_model_config
 from trainer.model.model_source import build_load_error
 from trainer.model.published_shapes import is_random
 from trainer.model.targets import find_non_text_modules
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.parallel.ranks.group import gather_objects
 
 REPORT_INTERVAL = 100
@@ -124,7 +125,7 @@ def trains_images(model: Any) -> bool:
 
 def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
     """Return a builder of a model's image inputs; with `every_rank`, batches without images get a dummy image."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = find_base_model(model)
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     accepted = inspect.signature(inner.forward).parameters
     name = next((name for name in TYPE_NAMES if name in accepted), None)
@@ -146,7 +147,7 @@ def cache_features(
     The ranks of a host divide its missing images. All ranks run the tower the same number of times, because it may be
     sharded. The folder's name contains a hash of the tower's output for a noise image, to identify the tower's weights.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = find_base_model(model)
     if trains_images(model):
         raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set it to false")
     accepted = inspect.signature(inner.get_image_features).parameters

@@ -5,28 +5,22 @@ down_proj (w1, w2, w3) to `target_parameters`, and drops dense layers and shared
 applies the renamings of the model's checkpoint to the tensors of a loaded adapter.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from trainer.config import UserError
-from trainer.contract.known_versions import replaces, require
+from trainer.contract.known_versions import replaced, replaces, require
 
 
 @replaces("the conversion of target names")
-@contextmanager
-def keep_target_names() -> Iterator[None]:
+def keep_target_names() -> AbstractContextManager[None]:
     """Disable PEFT's translation of target names within the context."""
     import peft.utils.transformers_weight_conversion as conversion
 
-    translate = require(conversion, "convert_peft_config_for_transformers", "peft")
-    conversion.convert_peft_config_for_transformers = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = translate
+    return replaced(conversion, "convert_peft_config_for_transformers", lambda *args, **kwargs: None, "peft")
 
 
 def find_expert_like_names(model: Any, names: set[str]) -> set[str]:

@@ -30,7 +30,7 @@ from ops import reference
 from ops.eight_bit import STORAGE
 from ops.grouped import Sections, place_sections, view_sections
 from ops.reference import dequantize_blocks, quantize_rows
-from trainer.contract.known_versions import replaces, require
+from trainer.contract.known_versions import overridden, replaces, require
 from trainer.model import mxfp4
 from trainer.model.eight_bit import check_input
 
@@ -239,9 +239,8 @@ def build_experts_layout(
 class FrozenLinearGrouped(nn.Linear):
     """A frozen linear layer (an nn.Linear to PEFT) whose weight, in 4-bit groups, is dequantized for each matmul."""
 
-    def __init__(self, linear: nn.Module, weight: PackedExperts) -> None:
+    def __init__(self, linear: Any, weight: PackedExperts) -> None:
         """Take over the bias of `linear`; the layout of `weight` sets the compute dtype."""
-        assert isinstance(linear, nn.Linear)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype, self.layout = weight.packing.dtype, weight.packing.groups
@@ -273,11 +272,5 @@ def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -
 
 
 def _forward_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    attributes, packed = vars(module), list_packed_tensors(module)
-    # Instance attributes take precedence over parameters.
-    attributes.update({name: parameter.dequantized() for name, parameter in packed.items()})
-    try:
+    with overridden(*((module, name, packed.dequantized()) for name, packed in list_packed_tensors(module).items())):
         return forward(*args, **kwargs)
-    finally:
-        for name in packed:
-            del attributes[name]

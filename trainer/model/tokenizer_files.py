@@ -35,12 +35,10 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
     `revision` is the revision of its repository on the hub.
     """
     processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
-    try:
+    with suppress(UserError):  # the tokenizer needs custom code, or more files than TOKENIZER_FILES
         sources = _make_portable(_read_source_files(tokenizer.name_or_path, revision))
         if sources and _build_fingerprint(_load(sources)) == _build_fingerprint(tokenizer):
             return sources | processors
-    except UserError:
-        pass  # the tokenizer needs custom code, or more files than TOKENIZER_FILES
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = (path for path in Path(folder).rglob("*") if path.is_file())

@@ -28,6 +28,7 @@ from trainer.model.expert_layers import (
     takes_all_tokens,
 )
 from trainer.monitor.hooks import FinishedStep, Hook
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.parallel.engine.partitioned import whole_size
 
 TERA = 1e12
@@ -46,9 +47,7 @@ class StepFlops:
     """Counts the FLOPs of this rank's micro-batches; inspects the model (which may be partitioned) only once."""
 
     def __init__(self, model: nn.Module) -> None:
-        from peft import PeftModel
-
-        inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        inner = find_base_model(model)
         head = inner.get_output_embeddings()
         config = inner.config.get_text_config()
         self.per_token = self.per_target = 0.0

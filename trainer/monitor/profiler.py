@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.contract.known_versions import replaces
 from trainer.monitor.hooks import Hook
+from trainer.parallel.ranks.group import wait_for_device
 
 FOLDER = "profile"
 STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolora: optimizer", "zerolora: scu"
@@ -51,7 +52,7 @@ class StepProfiler(Hook):
         if self._profile is None:
             return
         self._range.close()
-        _synchronize()
+        wait_for_device()
         self._profile.stop()
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._file))
@@ -63,12 +64,7 @@ class StepProfiler(Hook):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        _synchronize()
+        wait_for_device()
         # Shapes distinguish the matrix products of frozen weights from the adapters'.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -39,8 +39,7 @@ def flash_with_sinks(
     Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1.
     """
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    out: Tensor = _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window)
-    return out.unsqueeze(0)
+    return _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window).unsqueeze(0)
 
 
 class _FlashWithSinks(torch.autograd.Function):
@@ -113,8 +112,7 @@ def attend_per_document(
             mask = build_causal_mask(query.shape[2], key.shape[2], window, query.device)
         if mask.dtype == torch.bool:
             mask = _make_additive(mask, query.dtype)
-        out: Tensor = attend(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
-        return out
+        return attend(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
     outs = []
     for begin, end in pairwise(cu_seqlens.tolist()):
         rows = (tensor[:, :, begin:end] for tensor in (query, key, value))

@@ -6,8 +6,8 @@ occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches tha
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import torch
 from rich.markup import escape
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import replaces
+from trainer.contract.known_versions import overridden, replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import StaticShape, choose_shape, measure_sizes, pad_to_shape
 from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NotCapturable, release_workspaces
@@ -215,15 +215,6 @@ def _describe_first_error(error: BaseException) -> str:
 
 
 @replaces("the model's forward in a replayed micro-step")
-@contextmanager
-def replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: Any, forward: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replace the module's forward within the block; its hooks still run."""
-    original = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if original is None:
-            del module.forward
-        else:
-            module.forward = original
+    return overridden((module, "forward", forward))

@@ -27,6 +27,7 @@ from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import LOAD_BALANCING
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
+from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import build_document_inputs, has_separate_documents
 from trainer.patches.plain_head import (
@@ -64,14 +65,12 @@ class TokenLoss:
         `fused` is the decision of trainer/memory/decisions.py; `say` prints a warning if the decision is wrong.
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
         """
-        from peft import PeftModel
-
         self._module = module
         self._decided, self._say = fused, say
         self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
         """Load-balancing loss of the latest batch, multiplied by its target weight to be scaled like the loss."""
-        base: Any = module.get_base_model() if isinstance(module, PeftModel) else module
+        base = find_base_model(module)
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
@@ -95,14 +94,12 @@ class TokenLoss:
         inputs, targets = self._build_inputs(batch, device)
         weights = to_device(batch.weights, device) if torch.is_grad_enabled() else None
 
-        def call(inputs: dict[str, Any]) -> Any:
-            return self._call_model(model, inputs, batch)
-
         # On the host, where the batch is, because nonzero() on the device would synchronize with it.
         flat = targets.flatten()
         target_positions = (flat != IGNORED).nonzero().squeeze(1)
         chosen = to_device(flat[target_positions], device)
         positions_on_device = to_device(target_positions, device) if len(target_positions) != len(flat) else None
+        call = partial(self._call_model, model, batch=batch)
         return self._compute(call, inputs, chosen, positions_on_device, weights, parts)
 
     def build_host_inputs(self, batch: MicroBatch, target_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
@@ -135,11 +132,7 @@ class TokenLoss:
 
         IGNORED targets have a loss of 0.
         """
-
-        def call(inputs: dict[str, Any]) -> Any:
-            return model(**inputs, use_cache=False)
-
-        return self._compute(call, inputs, targets.flatten(), None, None)
+        return self._compute(lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return additional metrics to log; this loss has none."""
@@ -185,11 +178,9 @@ class TokenLoss:
 
             return sum_parts(select(hidden).to(weight.dtype), loss).view(1, -1, 1)
 
-        def sum_from_logits(rows: torch.Tensor, ids: torch.Tensor, token_weights: torch.Tensor | None) -> torch.Tensor:
-            return sum_token_losses_from_logits(rows, ids, kind, token_weights)
-
         if self._head is None:
-            return sum_parts(select(call(inputs).logits), sum_from_logits)
+            rows = select(call(inputs).logits)
+            return sum_parts(rows, lambda part, ids, weights: sum_token_losses_from_logits(part, ids, kind, weights))
         with replace_head(self._head, compute_head_and_loss):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(() if parts is None else -1) / (self._factor or 1.0)
@@ -216,8 +207,7 @@ class TokenLoss:
             weight, head = self._read_head()
             states = hidden.flatten(0, 1).index_select(0, target_positions).to(weight.dtype)
             base = None if base_states is None else base_states.to(weight.dtype)
-            measures = measure_tokens(states, weight, chosen, **head, base_hidden=base)
-            return measures.view(1, -1, 1)
+            return measure_tokens(states, weight, chosen, **head, base_hidden=base).view(1, -1, 1)
 
         with replace_head(self._head, compute_measures):
             values: torch.Tensor = self._call_model(model, inputs, batch).logits

@@ -134,12 +134,10 @@ def _build_forward(
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if module._disable_adapters:
-            result: Tensor = peft_forward(x, *args, **kwargs)
-            return result
+            return peft_forward(x, *args, **kwargs)
         name = choice.selected
         if name is not None and name not in layer.members:
-            base_output: Tensor = module.base_layer(x, *args, **kwargs)
-            return base_output
+            return module.base_layer(x, *args, **kwargs)
         if args or kwargs or not layer.any_member.applies_to(x):
             raise RuntimeError(f"layer with several adapters: bad input {x.dtype} {tuple(x.shape)} {[*args, *kwargs]}")
         if name is None:

@@ -191,8 +191,7 @@ def _make_norm_forward(original: Forward, eps: float, offset: float, recompute: 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
         if x.dtype != weight.dtype or weight.requires_grad:
-            result: Tensor = original(self, x)
-            return result
+            return original(self, x)
         y = rms_norm(x, weight, eps, offset)
         if recompute and _should_recompute(y):
             setattr(y, _RECOMPUTE, partial(rms_norm, x, weight, eps, offset))
@@ -315,8 +314,7 @@ def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: T
     """
     device = torch.device("cpu") if like.is_meta else like.device
     for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _TOLERANCES else torch.float32]):
-        generator = torch.Generator(device).manual_seed(0)
-        draw = partial(_draw, generator, dtype)
+        draw = partial(_draw, torch.Generator(device).manual_seed(0), dtype)
         try:
             with torch.enable_grad():
                 ours, theirs, inputs = run(draw)

@@ -244,8 +244,15 @@ def varlen_attention(
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
     if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
-    options = max_seqlen, scaling, dropout, window, key_index, key_seqlens
-    return _attend_varlen(query, key, value, cu_seqlens, *options).unsqueeze(0), None
+    key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
+    if key_index is not None:
+        # Select rows [heads, head_dim], which are contiguous.
+        key, value = (heads.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for heads in (key, value))
+    if not has_flash(query.device, query.dtype):
+        return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window), None
+    bounds = cu_seqlens, key_seqlens, max_seqlen
+    sides: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return _flash_attention(query, key, value, *bounds, scaling, dropout, **sides).unsqueeze(0), None
 
 
 def sequence_attention(
@@ -289,28 +296,6 @@ def window_attention(
     assert max_length_q is not None
     bounds = cu_seq_lens_q.int(), cu_seq_lens_q.int(), max_length_q
     return _flash_attention(query, key, value, *bounds, scaling, dropout, causal=False).unsqueeze(0), None
-
-
-def _attend_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    key_index: torch.Tensor | None = None,
-    key_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
-    if key_index is not None:
-        # Select rows [heads, head_dim], which are contiguous.
-        key, value = (heads.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for heads in (key, value))
-    if not has_flash(query.device, query.dtype):
-        return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window).squeeze(0)
-    sides: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    return _flash_attention(query, key, value, cu_seqlens, key_seqlens, max_seqlen, scaling, dropout, **sides)
 
 
 def _flash_attention(

@@ -6,7 +6,7 @@ documents.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -253,15 +253,11 @@ class _LeakObserver:
     def watch(self) -> Iterator[None]:
         is_second = bool(self._first_pass)
         self._calls.clear()
-        hooks = [
-            module.register_forward_hook(partial(self._observe, path, is_second), with_kwargs=True)
-            for path, module in self._modules.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for path, module in self._modules.items():
+                observe = partial(self._observe, path, is_second)
+                hooks.enter_context(module.register_forward_hook(observe, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _observe(self, path: str, is_second: bool, _: Any, args: Any, kwargs: Any, output: Any) -> None:
         shape = (1, sum(LENGTHS))
@@ -304,8 +300,7 @@ def _build_distant_tokens(model: Any, length: int) -> torch.Tensor:
 
 
 def _choose_tolerance(model: Any) -> float:
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    return LEAK_WITH_EXPERTS if has_experts else LEAK
+    return LEAK_WITH_EXPERTS if any("experts" in name for name, _ in model.named_modules()) else LEAK
 
 
 @contextmanager

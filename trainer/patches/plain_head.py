@@ -1,8 +1,7 @@
 """Replace a plain linear output head for one forward pass; only its rows for new tokens may be trained."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from ops.head import TrainedRows
-from trainer.contract.known_versions import replaces
+from trainer.contract.known_versions import overridden, replaces
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -70,14 +69,6 @@ _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
 
 
 @replaces("the forward of the output head")
-@contextmanager
-def replace_head(head: nn.Module | None, forward: Any) -> Iterator[None]:
+def replace_head(head: nn.Module | None, forward: Any) -> AbstractContextManager[None]:
     """Replace the head's forward within the block; hooks, which may gather the head's weight, still run."""
-    if head is None:
-        yield
-        return
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
+    return nullcontext() if head is None else overridden((head, "forward", forward))

@@ -249,7 +249,6 @@ class HostCopies:
     def _start_fetch(self, copy: "_Copy") -> None:
         if copy.device_copy is not None:
             return
-        assert self._stream is not None
         with torch.cuda.stream(self._stream):
             copy.device_copy = copy.host.to(copy.device, non_blocking=True)
             copy.arrived = torch.cuda.Event()

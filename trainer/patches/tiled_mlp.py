@@ -5,15 +5,14 @@ layer's recomputation stops there instead of computing the MLP a third time. The
 tiles in fp32, and reach autograd once, as without tiles.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import replaces
+from trainer.contract.known_versions import overridden, replaces
 from trainer.patches.norm_mlp_rope import is_gated_mlp
 from trainer.patches.replace import replace
 
@@ -43,8 +42,7 @@ def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x:
         return _compute_tiles(compute, x, tile)
     contexts: list[Any] = []
     view = _KeepInput.apply(x, contexts, trained[0] if trained else None)
-    result: Tensor = _TiledMlp.apply(view, part, compute, tile, contexts[0], *trained)
-    return result
+    return _TiledMlp.apply(view, part, compute, tile, contexts[0], *trained)
 
 
 def _list_trained(part: nn.Module) -> list[Trained]:
@@ -55,23 +53,6 @@ def _list_trained(part: nn.Module) -> list[Trained]:
         tensors |= {name: view for name, view in vars(module).items() if name in tensors and isinstance(view, Tensor)}
         trained += [(module, name, tensor) for name, tensor in tensors.items() if tensor.requires_grad]
     return trained
-
-
-@contextmanager
-def _read_leaves(trained: Sequence[Trained]) -> Iterator[list[Tensor]]:
-    """Make modules read leaf copies of their weights within the block, which keeps tile gradients out of the graph."""
-    leaves = [tensor.detach().requires_grad_() for *_, tensor in trained]
-    views = [vars(module).get(name) for module, name, _ in trained]
-    for (module, name, _), leaf in zip(trained, leaves, strict=True):
-        vars(module)[name] = leaf
-    try:
-        yield leaves
-    finally:
-        for (module, name, _), view in zip(trained, views, strict=True):
-            if view is None:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = view
 
 
 def _split(x: Tensor, tile: int) -> Sequence[Tensor]:
@@ -124,7 +105,10 @@ class _TiledMlp(torch.autograd.Function):
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for *_, tensor in trained]
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         pieces = zip(*(_split(tensor, ctx.tile) for tensor in (x, grad, grad_x)), strict=True)
-        with _read_leaves(trained) as leaves, torch.enable_grad():
+        # Modules read leaf copies of their weights, to keep a tile's gradients out of the graph.
+        leaves = [tensor.detach().requires_grad_() for *_, tensor in trained]
+        copies = [(module, name, leaf) for (module, name, _), leaf in zip(trained, leaves, strict=True)]
+        with overridden(*copies), torch.enable_grad():
             for piece, output_grad, input_grad in pieces:
                 leaf = piece.detach().requires_grad_()
                 result = ctx.compute(leaf)

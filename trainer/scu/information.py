@@ -191,8 +191,7 @@ class _Chunk:
 
     def reshape_by_layer(self, gradient: Tensor) -> Tensor:
         """Reshape a gradient to [layers, ...], or to [layers, E, ...] for experts."""
-        experts = whole_shape(self.a[0])[:-2]
-        return gradient.view(len(self.a), *experts, *gradient.shape[1:])
+        return gradient.view(len(self.a), *whole_shape(self.a[0])[:-2], *gradient.shape[1:])
 
 
 def _build_chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:

@@ -113,8 +113,7 @@ class LanguageTask(Task):
         return bool(self._config.model.added_tokens) or len(self._prepared.tokenizer) > rows
 
     def added_tokens(self) -> list[int]:
-        ids: list[int] = self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
-        return ids
+        return self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
 
     def run_small_pass(self, model: Any) -> object:
         tokens = torch.full((1, 8), self._any_token, device=self._device)

@@ -187,8 +187,7 @@ def _share_batches(ranks: Ranks) -> Any:
             batches = list(super().get_batched(n, batch_fn))
             # Empty if requests are grouped by context: then `get_cache` adds the positions of a result.
             positions = iter(self._reorder_indices)
-            pairs = [(batch, list(islice(positions, len(batch)))) for batch in batches]
-            local = deal_batches(pairs, ranks)
+            local = deal_batches([(batch, list(islice(positions, len(batch)))) for batch in batches], ranks)
             self._reorder_indices: list[int] = [position for _, positions in local for position in positions]
             yield from (batch for batch, _ in local)
 

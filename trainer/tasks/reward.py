@@ -73,8 +73,7 @@ class RewardLoss(TokenLoss):
         rows, length = batch.input_ids.shape
 
         def score(hidden: Tensor) -> Tensor:
-            selected = type(head).forward(head, select(hidden))
-            return selected.view(1, 1, -1).expand(rows, length, -1)
+            return type(head).forward(head, select(hidden)).view(1, 1, -1).expand(rows, length, -1)
 
         with replace_head(head, score):
             selected_scores: Tensor = model(**inputs, use_cache=False).logits
@@ -97,8 +96,7 @@ def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
         continues = continues * pad(batch.position_ids[:, 1:], (0, 1)).clamp(max=1)
     ends = (inside > continues).flatten().nonzero().squeeze(1)
     tokens = (inside * (batch.input_ids != pad_token_id)).flatten().nonzero().squeeze(1)
-    documents = torch.searchsorted(ends, tokens)
-    return ends.scatter_reduce(0, documents, tokens, "amax", include_self=False)
+    return ends.scatter_reduce(0, torch.searchsorted(ends, tokens), tokens, "amax", include_self=False)
 
 
 class RewardTask(LanguageTask):

@@ -29,6 +29,7 @@ from trainer.parallel.ranks.group import (
     gather_objects,
     leave_process_group,
     list_groups,
+    wait_for_device,
 )
 
 TIMEOUT_MINUTES = 2.0
@@ -77,21 +78,16 @@ def _measure_bus_bandwidth(size: int, device: torch.device) -> float:
     """Return the slowest rank's bus bandwidth in GB/s: 2 (n - 1) / n * bytes / seconds / 1e9 for n ranks."""
     values = torch.zeros(size // 4, device=device)
     dist.all_reduce(values)
-    _synchronize(device)
+    wait_for_device()
     dist.barrier()
     started = time.perf_counter()
     for _ in range(REPEATS):
         dist.all_reduce(values)
-    _synchronize(device)
+    wait_for_device()
     seconds = torch.tensor([(time.perf_counter() - started) / REPEATS], device=device, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     world = dist.get_world_size()
     return 2 * (world - 1) / world * size / float(seconds) / 1e9
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def check_clocks() -> Iterator[Check]:

@@ -29,18 +29,16 @@ def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None
 def read_prompts(run_dir: Path) -> list[str]:
     """Return the prompts that have images, in order. Raises UnreadableFile if the list of prompts is damaged."""
     try:
-        prompts: list[str] = read_json(run_dir / SAMPLES / INDEX, list[str])
+        return read_json(run_dir / SAMPLES / INDEX, list[str])
     except FileNotFoundError:
         return []
-    return prompts
 
 
 def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
     """Return pairs of prompt and image files, in the order before, step-N, after."""
     rows = []
     for index, prompt in enumerate(read_prompts(run_dir)):
-        files = (run_dir / SAMPLES).glob(f"{index:02d}-*.png")
-        rows.append((prompt, sorted(files, key=_sort_key)))
+        rows.append((prompt, sorted((run_dir / SAMPLES).glob(f"{index:02d}-*.png"), key=_sort_key)))
     return rows
 
 

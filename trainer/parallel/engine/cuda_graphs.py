@@ -51,8 +51,7 @@ class CapturedPass:
         """Seconds per forward and backward pass: eager, replayed."""
 
     def __call__(self) -> Tensor:
-        result: Tensor = _Replay.apply(self, *self._capturer.flat.buffers)
-        return result
+        return _Replay.apply(self, *self._capturer.flat.buffers)
 
     def replay_forward(self) -> Tensor:
         """Replay the forward graph and return the loss; call `replay_backward` before replaying another pass."""

@@ -13,6 +13,7 @@ from trainer.data.step_count import warmup_steps
 from trainer.parallel.engine.flat_adapter import FLAT, UP
 from trainer.parallel.engine.partitioned import whole_shape
 from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import wait_for_device
 
 AVERAGES = "train_mode"
 """Key in the parameter groups of schedulefree; False while the model has the averaged weights."""
@@ -115,23 +116,18 @@ def use_averaged_weights(engine: Engine) -> Iterator[None]:
         return
     masters = [parameter for group in groups for parameter in group["params"]]
     originals = [master.detach().clone() for master in masters]
-    _wait_for_copies()
+    wait_for_device()
     optimizer.eval()
     _refresh_model(engine)
     try:
         yield
     finally:
-        _wait_for_copies()
+        wait_for_device()
         for master, original in zip(masters, originals, strict=True):
             master.data.copy_(original)
         for group in groups:
             group[AVERAGES] = True
         _refresh_model(engine)
-
-
-def _wait_for_copies() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _refresh_model(engine: Engine) -> None:

@@ -33,8 +33,7 @@ def is_whole_here(parameter: Tensor) -> bool:
 
 def get_local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a partitioned parameter, flat; the last ranks' shards are padded."""
-    shard: Tensor = require(parameter, "ds_tensor", "deepspeed")
-    return shard
+    return require(parameter, "ds_tensor", "deepspeed")
 
 
 def get_partition_group(parameter: Tensor) -> Any:

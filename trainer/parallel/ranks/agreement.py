@@ -203,8 +203,7 @@ def format_summary(reports: Sequence[Report]) -> str:
 def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
-        received: dict[str, str] = json.loads(_send_to_all(store, ranks, ""))
-        return received
+        return json.loads(_send_to_all(store, ranks, ""))
     reports = [report]
     for rank in range(1, ranks.world_size):
         try:

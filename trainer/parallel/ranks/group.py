@@ -228,6 +228,11 @@ def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
     return [*rank_batches, batches[0]] if len(rank_batches) * ranks.world_size < len(batches) else rank_batches
 
 
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def set_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

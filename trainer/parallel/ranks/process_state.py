@@ -6,6 +6,7 @@ import resource
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,14 +96,12 @@ class WorkDetector:
         cpu = usage.ru_utime + usage.ru_stime - watching.ru_utime - watching.ru_stime
         moved_bytes, faults = 0.0, usage.ru_minflt + usage.ru_majflt - watching.ru_minflt - watching.ru_majflt
         for process in (self._process, *self._process.children(recursive=True)):
-            try:
+            with suppress(psutil.Error, OSError):  # ended meanwhile, or not readable
                 if process.pid != self._process.pid:
                     times = process.cpu_times()
                     cpu += times.user + times.system
                 counts = process.io_counters()
                 moved_bytes += counts.read_chars + counts.write_chars + counts.read_bytes + counts.write_bytes
-            except (psutil.Error, OSError):
-                continue  # exited meanwhile, or not readable
         return cpu, moved_bytes, float(faults)
 
 
@@ -116,12 +115,10 @@ def read_free_host_memory() -> float:
         root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")  # version 1 or 2
         limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         for folder in (root / path.lstrip("/"), root):
-            try:
+            with suppress(OSError, ValueError):  # no limit here, or "max"
                 free.append(
                     float((folder / f"memory.{limit}").read_text()) - float((folder / f"memory.{used}").read_text())
                 )
-            except (OSError, ValueError):
-                continue  # no limit here, or "max"
     return max(min(free), 0.0) / GIB
 
 

@@ -63,13 +63,11 @@ def exchange_for_heads(tensors: Sequence[Tensor], part: SequencePart) -> list[Te
 def exchange_for_tokens(tensor: Tensor, part: SequencePart) -> Tensor:
     """Exchange the attention output [B, L, H/N, D] of this rank's heads for [B, L/N, H, D] of its tokens."""
     parts = tensor.unflatten(1, (part.size, -1)).movedim(1, 0)
-    received: Tensor = _AllToAll.apply(parts.contiguous(), part.group)
-    return received.movedim(0, 2).flatten(2, 3)
+    return _AllToAll.apply(parts.contiguous(), part.group).movedim(0, 2).flatten(2, 3)
 
 
 def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
-    total: Tensor = _SumOverGroup.apply(values, part.group)
-    return total
+    return _SumOverGroup.apply(values, part.group)
 
 
 class _SumOverGroup(torch.autograd.Function):

@@ -239,8 +239,7 @@ def find_ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> 
         return missing
     level = _find_furthest_behind(beats)
     behind = _find_behind_on_device(level) or level
-    outside = [rank for rank, beat in behind.items() if not _waits_for_others(beat)]
-    return sorted(outside or behind)
+    return sorted([rank for rank, beat in behind.items() if not _waits_for_others(beat)] or behind)
 
 
 def _find_furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:

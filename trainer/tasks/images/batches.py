@@ -147,7 +147,7 @@ class ImageBatches(GlobalBatches):
         time = self._draw_time(generator)
         latents = mean + std * torch.randn(mean.shape, generator=generator)
         noise = torch.randn(mean.shape, generator=generator)
-        caption = samples.store.get_caption_index("") if dropped < image.caption_dropout else entry.caption
+        caption = samples.store.captions.index("") if dropped < image.caption_dropout else entry.caption
         return _Row(entry, caption, latents, noise, time, weight, samples)
 
 

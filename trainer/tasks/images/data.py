@@ -104,9 +104,6 @@ class Store:
         names = [name for name in file.keys() if name.startswith(f"{caption}.")]
         return {name.partition(".")[2]: file.get_tensor(name) for name in names}
 
-    def get_caption_index(self, caption: str) -> int:
-        return self.captions.index(caption)
-
     def _open_file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = safe_open(str(self.folder / name), framework="pt")

@@ -110,8 +110,7 @@ def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
 
 def image_to_tensor(image: Any) -> Tensor:
     """Return the pixels of an image as [3, H, W] in [-1, 1]."""
-    values = torch.from_numpy(np.array(image, dtype=np.float32))
-    return values.permute(2, 0, 1) / 127.5 - 1.0
+    return torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1) / 127.5 - 1.0
 
 
 def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,8 +130,7 @@ def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 def _build_random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Return a random latent of the image's latent shape, seeded with its pixels, for a random pipeline."""
-    factor = pipeline.downsampling
-    small = torch.nn.functional.avg_pool2d(pixels[None], factor)[0].mean(0, keepdim=True)
+    small = torch.nn.functional.avg_pool2d(pixels[None], pipeline.downsampling)[0].mean(0, keepdim=True)
     generator = torch.Generator().manual_seed(int((small.double().sum() * 1e6).item()) % 2**31)
     mean = torch.randn(pipeline.channels, *small.shape[1:], generator=generator) + small
     return mean, torch.full_like(mean, 0.01)

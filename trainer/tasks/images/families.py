@@ -72,19 +72,17 @@ def _predict_unet(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Con
     added = {}
     if "pooled" in conditions:  # SDXL
         added = {"added_cond_kwargs": {"text_embeds": conditions["pooled"], "time_ids": conditions["sizes"]}}
-    predicted: Tensor = unet(noisy, times, conditions["text"], **added, return_dict=False)[0]
-    return predicted
+    return unet(noisy, times, conditions["text"], **added, return_dict=False)[0]
 
 
 def _predict_sd3(transformer: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
-    predicted: Tensor = transformer(
+    return transformer(
         hidden_states=noisy,
         timestep=times,
         encoder_hidden_states=conditions["text"],
         pooled_projections=conditions["pooled"],
         return_dict=False,
     )[0]
-    return predicted
 
 
 def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:

@@ -44,8 +44,7 @@ class Objective:
         if self._normal is None:
             return float(torch.rand((), generator=generator, dtype=torch.float64))
         mean, std = self._normal
-        drawn = torch.randn((), generator=generator, dtype=torch.float64)
-        return float(torch.sigmoid(mean + std * drawn))
+        return float(torch.sigmoid(mean + std * torch.randn((), generator=generator, dtype=torch.float64)))
 
     def add_noise(self, latents: Tensor, noise: Tensor, times: Tensor) -> NoisyBatch:
         """Add noise [B, C, H, W] to latents at times [B] in [0, 1]."""
@@ -86,8 +85,7 @@ class NoiseLoss(StepLoss):
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
-        losses = [self._compute_group_loss(model, group, device) for group in batch.groups]
-        return torch.stack(losses).sum()
+        return torch.stack([self._compute_group_loss(model, group, device) for group in batch.groups]).sum()
 
     def _compute_group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
         latents, noise, times = (to_device(value, device) for value in (group.latents, group.noise, group.times))

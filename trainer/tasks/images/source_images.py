@@ -44,8 +44,7 @@ class SourceImage:
 
     def open(self) -> Image.Image:
         """Decode the image as RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
-        image: Image.Image = decode_image(_read_image_bytes(self.source, self.name), self.name)
-        return image
+        return decode_image(_read_image_bytes(self.source, self.name), self.name)
 
 
 def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:

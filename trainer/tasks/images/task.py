@@ -112,7 +112,7 @@ class ImageTask(Task):
         if not prompts or self._pipeline.folder is None:
             return
         store = self._data.train.store
-        captions = {caption: store.conditions(store.get_caption_index(caption)) for caption in (*prompts, "")}
+        captions = {caption: store.conditions(store.captions.index(caption)) for caption in (*prompts, "")}
         images = generate_sample_images(
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
