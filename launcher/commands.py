@@ -25,7 +25,7 @@ from launcher.submit import submit
 from launcher.supervision.terminal import say
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
-from trainer.config.errors import find_path_mistake, one_line
+from trainer.config.errors import convert_path_error, format_one_line
 from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import build_json_schema, format_reference
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
@@ -212,7 +212,7 @@ def main() -> int:
         return int(build_command()(args=arguments, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
-        mistake = one_line(_describe_usage_error(error))
+        mistake = format_one_line(_describe_usage_error(error))
         say(f"error: {mistake}{' See' if mistake.endswith(('.', '?')) else '; see'} `{hint} --help`")
         return EXIT_USAGE
     except typer.Abort:
@@ -222,7 +222,7 @@ def main() -> int:
         say(f"error: {error}")
         return EXIT_USAGE
     except OSError as error:
-        if path_mistake := find_path_mistake(error):
+        if path_mistake := convert_path_error(error):
             say(f"error: {path_mistake}")
             return EXIT_USAGE
         if error.filename is None:

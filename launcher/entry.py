@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, exit_code_after
-from trainer.contract.standard_streams import PROGRESS, forgiving_stream, open_closed_descriptors
+from trainer.contract.standard_streams import PROGRESS, open_closed_descriptors, open_forgiving_stream
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -68,7 +68,7 @@ def run(command: Callable[[], int], *, exception: type[BaseException] = Keyboard
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(output), encoding=encoding, errors=errors, line_buffering=output.isatty()
     )
-    sys.stderr = forgiving_stream(2, "backslashreplace")
+    sys.stderr = open_forgiving_stream(2, "backslashreplace")
     try:
         try:
             code = command()
@@ -100,7 +100,7 @@ def _report_output_error(error: OSError) -> int:
     return EXIT_FAILED
 
 
-def quiet_libraries() -> None:
+def silence_libraries() -> None:
     """Silence library warnings about missing GPUs, Hub retries and slow CPU kernels; call before importing them."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)

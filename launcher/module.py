@@ -27,20 +27,20 @@ def run_main(module: str) -> int:
 
 
 def _run_command() -> int:
-    from launcher.entry import quiet_libraries
-    from trainer.config.errors import find_path_mistake
+    from launcher.entry import silence_libraries
+    from trainer.config.errors import convert_path_error
     from trainer.contract.exit_codes import EXIT_USAGE
     from trainer.contract.launcher_process import LauncherWatch
     from trainer.contract.standard_streams import PROGRESS
 
     LauncherWatch(os.environ, is_rank=False).start()
-    quiet_libraries()
+    silence_libraries()
     del sys.argv[0]
     PROGRESS.show("importing")
     try:
         return run_main(sys.argv[0])
     except OSError as error:
-        mistake = find_path_mistake(error)
+        mistake = convert_path_error(error)
         if mistake is None:
             raise
         print(f"error: {mistake}", file=sys.stderr)

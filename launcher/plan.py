@@ -16,7 +16,7 @@ from launcher.targets.mpi import build_mpirun_command
 from launcher.targets.slurm import build_srun_command, read_allocation
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
-from trainer.contract.rendezvous import find_port_problem, free_port, port_taken_message, random_port
+from trainer.contract.rendezvous import find_free_port, find_port_problem, format_port_error, random_port
 
 ENVIRONMENT_FILE = "environment"
 CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
@@ -84,9 +84,9 @@ def plan(request: Request, logs: Path) -> Plan:
     address, port = request.master_addr, request.master_port
     if launcher == "local":
         if port is None:
-            port = free_port()
+            port = find_free_port()
         elif reason := find_port_problem(port):
-            raise UserError(port_taken_message(port, reason))
+            raise UserError(format_port_error(port, reason))
         return partial(build_local_command, gpus=list_visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
         allocation = read_allocation(os.environ, **request.get_filters())

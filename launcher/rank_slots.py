@@ -13,7 +13,7 @@ from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation, build_srun_command, detect_lost_nodes
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, list_installed_gpus
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RankSlots:
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
             raise UserError("no GPU of this machine is available; check them with nvidia-smi")
-        port = self._request.master_port or free_port()
+        port = self._request.master_port or find_free_port()
         chosen = [current[self._gpus[slot]] for slot in slots] if self._gpus else []
         build = partial(build_local_command, gpus=chosen, num_gpus=len(slots), port=port)
         return RestartPlan((build, None), slots, len(available))

@@ -22,7 +22,7 @@ from trainer.config.scu_flags import (
     CONFIG_FILE,
     LOG_FILE,
     build_settings,
-    load_flags,
+    load_flag_config,
     load_resumed_settings,
     open_log,
     parse,
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
         # Check before writing anything into the output folder.
         draft = Path(folder) / CONFIG_FILE
         draft.write_text(text, encoding="utf-8")
-        checked = load_flags(draft, options).config
+        checked = load_flag_config(draft, options).config
         check = ["trainer.commands.prepare_run", "--phases", str(draft), *overrides]
         if not options.dry_run and (code := run_child([sys.executable, "-m", "launcher.module", *check])):
             return code

@@ -23,7 +23,7 @@ from launcher.targets.local import write_environment
 from launcher.targets.slurm import can_be_requeued, detect_lost_nodes
 from trainer.config import LoadedConfig, RunConfig, UserError
 from trainer.config.errors import format_count
-from trainer.config.files import Positive, UnreadableFile, read_value
+from trainer.config.files import Positive, UnreadableFileError, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
 from trainer.contract.folder_lock import FolderLock, check_not_locked
 from trainer.contract.known_versions import installed_version
@@ -84,7 +84,7 @@ def start(
             planned = (build, reach)
             code = Attempts(rank_arguments, loaded.config, planned, slots, prestarted, screen).train()
             if is_job_start and lock.is_held:
-                with suppress(OSError, UnreadableFile):  # an unreadable folder does not change the exit code
+                with suppress(OSError, UnreadableFileError):  # an unreadable folder does not change the exit code
                     record_end(run_dir, os.environ, code)
             return code
 

@@ -15,11 +15,11 @@ import typer
 
 from trainer.config import UserError
 from trainer.config.errors import printable, shown
-from trainer.config.files import Count, Seconds, UnreadableFile, read_bytes, read_text, read_value
+from trainer.config.files import Count, Seconds, UnreadableFileError, read_bytes, read_text, read_value
 from trainer.contract.folder_lock import LOCK_FILE, describe_live_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.json_records import MAX_METRICS_BYTES, Record, parse_record
-from trainer.contract.whole_files import write_whole
+from trainer.contract.whole_files import write_text_atomic
 
 JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
 # Any of these identifies the folder of a run, or of a job that has not started.
@@ -64,7 +64,7 @@ def record_job(job_id: int, run: Path) -> None:
     """Write the job ID to the run's logs, and the run's folder to the job's comment."""
     logs = run / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    write_whole(logs / JOB_FILE, f"{job_id}\n")
+    write_text_atomic(logs / JOB_FILE, f"{job_id}\n")
     update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT}{run.absolute()}"]
     subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is enough
 
@@ -73,7 +73,7 @@ def read_job_id(run: Path) -> str:
     """Return the ID of the SLURM job that trained in the folder; empty if it is missing or malformed."""
     try:
         number = read_text(run / "logs" / JOB_FILE).strip()
-    except (FileNotFoundError, UnreadableFile):
+    except (FileNotFoundError, UnreadableFileError):
         return ""
     return number if JOB.fullmatch(number) else ""
 
@@ -189,7 +189,7 @@ def _read_metrics(path: Path) -> list[Record]:
         return []
     records = []
     for line in lines:
-        with suppress(UnreadableFile):
+        with suppress(UnreadableFileError):
             records.append(parse_record(line, path))
     return records
 
@@ -197,7 +197,7 @@ def _read_metrics(path: Path) -> list[Record]:
 def _compute_total_steps(run: Path, last: Record) -> int | None:
     """Return the total steps of the run, from its settings or the epochs completed; None if unknown."""
     settings, epochs_done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
-    with suppress(FileNotFoundError, UnreadableFile):
+    with suppress(FileNotFoundError, UnreadableFileError):
         steps: int | None = read_value(settings, "training.max_steps", Count | None)
         if steps or not epochs_done or epochs_done < 1e-9:
             return steps or None

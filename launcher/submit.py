@@ -19,7 +19,7 @@ from launcher.targets.local import SAFE_PATH
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.contract.home import HOME
-from trainer.contract.whole_files import write_whole
+from trainer.contract.whole_files import write_text_atomic
 
 TEMPLATE = HOME / "slurm" / "train.sbatch"
 JOB_SCRIPT, SWEEP_FILE = "job.sbatch", "sweep.txt"
@@ -173,7 +173,7 @@ def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
     try:
         script.parent.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            write_whole(path, text)
+            write_text_atomic(path, text)
         result = subprocess.run(["sbatch", "--parsable", str(script)], env=environment, capture_output=True, text=True)
         if result.returncode:
             raise UserError(f"sbatch: {_join_lines(result.stderr) or result.returncode}; nothing was submitted")

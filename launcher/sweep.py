@@ -22,8 +22,8 @@ from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.command_line import parse_override
 from trainer.config.errors import format_count
-from trainer.config.messages import setting_type
-from trainer.config.values import accepted_types
+from trainer.config.messages import get_setting_type
+from trainer.config.values import list_accepted_types
 from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
@@ -130,7 +130,7 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, values = text.partition("=")
         if not equals or not name:
             raise UserError(f"{text}: must look like key=value,value, such as training.learning_rate=1e-4,2e-4")
-        takes_list = tuple in accepted_types(setting_type(ALIASES.get(name, name)) or str)
+        takes_list = tuple in list_accepted_types(get_setting_type(ALIASES.get(name, name)) or str)
         is_axis = "," in values and not takes_list and not values.startswith(("[", "{", '"', "'"))
         (axes if is_axis else fixed).append(text)
     return axes, fixed

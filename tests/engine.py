@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import LoraSection, TrainingSection, ZeroSection
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, build_deepspeed_config, start_engine
 from trainer.parallel.engine.flat_adapter import flatten_adapter
@@ -31,7 +31,7 @@ def one_rank(folder: Path) -> Iterator[None]:
     known_groups = dict(vars(groups))
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     before = {name: os.environ.get(name) for name in (*place, "MASTER_PORT")}
-    os.environ.update(place, MASTER_PORT=str(free_port()))
+    os.environ.update(place, MASTER_PORT=str(find_free_port()))
     backend = "nccl" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "gloo"
     store = dist.FileStore(str(folder / "store"), 1)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)

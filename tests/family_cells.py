@@ -28,7 +28,7 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
 from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, UserError, load_config
-from trainer.model.base import empty_model, load_base_model, load_model_config
+from trainer.model.base import build_empty_model, load_base_model, load_model_config
 from trainer.model.model_kind import auto_class, check_kind
 from trainer.parallel.ranks.group import Ranks, skip_shm_build
 from trainer.parallel.ranks.signals import StopRequest
@@ -100,7 +100,7 @@ class Family:
             model_config = load_model_config(config.base_model, config.model)
             check_kind("MODEL", model_config)
             if isinstance(error, ImportError):  # of a package that only such models need
-                empty_model(model_config, config.model)
+                build_empty_model(model_config, config.model)
             raise
 
     def cell(self, name: str) -> Cell:

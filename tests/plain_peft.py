@@ -12,7 +12,7 @@ from trainer.data.batches import IGNORED, Batches, collate
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.adapter import build_lora_config
-from trainer.model.base import load_base_model, match_vocabulary
+from trainer.model.base import load_base_model, resize_to_vocabulary
 from trainer.model.older_names import keep_target_names
 from trainer.model.targets import build_exclusion_pattern, resolve_targets
 from trainer.parallel.engine.optimizer import build_schedule
@@ -60,7 +60,7 @@ def plain_training(
     prepared = prepare(config)
     model = load_base_model(config.base_model, config.model, dtype=dtype, device=device, attention=attention)
     set_seed(config.seed)
-    match_vocabulary(model, prepared.tokenizer)
+    resize_to_vocabulary(model, prepared.tokenizer)
     set_seed(config.seed)
     new = prepared.tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
     model = with_adapter(model, config, excluded, new)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from trainer.checkpoint.background import SaveFailed
+from trainer.checkpoint.background import SaveError
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.config import TrainingSection, UserError
-from trainer.contract.rank_errors import OtherRankFailed
+from trainer.contract.rank_errors import OtherRankError
 from trainer.memory.preflight import peak_memory_gib
 from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.monitor.metrics import Metrics
@@ -23,7 +23,7 @@ from trainer.step import StepContext, StepInFlight, StepResult, train_step
 MAX_CONSECUTIVE_NONFINITE = 10
 
 
-class RemoteNonfiniteError(FloatingPointError, OtherRankFailed):
+class RemoteNonfiniteError(FloatingPointError, OtherRankError):
     """Raised if a loss on another rank was not finite."""
 
 
@@ -80,7 +80,7 @@ class Loop:
         except UserError as error:
             self.save_and_raise(error)
         self.end()
-        self._stop_request.agree()
+        self._stop_request.agree_on_signal()
 
     @property
     def is_done(self) -> bool:
@@ -141,7 +141,7 @@ class Loop:
         if context.batches.samples_per_epoch and position.offset >= context.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
         metrics = {"train/learning_rate": float(context.schedule.get_last_lr()[0])}
-        metrics["perf/graphed"] = context.loss.take_fraction() if isinstance(context.loss, GraphedLoss) else 0.0
+        metrics["perf/graphed"] = context.loss.pop_replayed_fraction() if isinstance(context.loss, GraphedLoss) else 0.0
         self._in_flight = position.step, launched, metrics
         if not launched.on_device:
             self._settle()
@@ -163,7 +163,7 @@ class Loop:
     def fetch(self) -> tuple[Sequence[Any], int]:
         """Return this rank's micro-batches of the next step, and the number of samples used over all ranks."""
         context, position = self._context, self.position
-        with phase("data"), context.own_time(on_device=False):
+        with phase("data"), context.time_own_work(on_device=False):
             batches, consumed = context.batches.step_batches(position.epoch, position.offset)
         for hook in self._hooks:
             hook.with_batches(position.step + 1, batches)
@@ -301,7 +301,7 @@ class Loop:
         self._previous, started = None, started + time.perf_counter() - waiting
         try:
             checkpoints.save(context.engine, self.position, context.schedule, context.batches, context.steering)
-        except SaveFailed:
+        except SaveError:
             if at_the_end:
                 raise
         else:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.run_folder import RunFolder
-from trainer.config import LoadedConfig, collective_timeout
+from trainer.config import LoadedConfig, compute_collective_timeout
 from trainer.config.errors import format_count
 from trainer.contract.folder_lock import FolderLock
 from trainer.data.prepared import Prepared, count_skipped_records
@@ -110,7 +110,7 @@ class Run:
         self.checkpoints = CheckpointManager(
             self.config, self.prepared, self.ranks, self.precision, self.say, self.folder
         )
-        self.checkpoints.agree()
+        self.checkpoints.agree_on_checkpoint()
 
     def begin(self, engine: Engine) -> None:
         """Restore the checkpoint, write the run's record, evaluate, and build the loop."""
@@ -201,7 +201,7 @@ class Run:
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
         loss, stragglers = self.builder.build_step_parts(self.loss, engine, self.say)
-        extend_timeouts(collective_timeout(config.training))
+        extend_timeouts(compute_collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
         hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)
         recovery = self.memory.build_recovery(self.ranks.world_size)

@@ -11,7 +11,14 @@ import time
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.scu_flags import CONFIG_FILE, build_settings, load_flags, load_resumed_settings, open_log, parse
+from trainer.config.scu_flags import (
+    CONFIG_FILE,
+    build_settings,
+    load_flag_config,
+    load_resumed_settings,
+    open_log,
+    parse,
+)
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rendezvous import read_rank_variables
@@ -55,7 +62,7 @@ def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
             data, held_out = map(str, build_demo_data(cache))
         tree = build_settings(options, data, held_out)
     path.write_text(dump(tree), encoding="utf-8")
-    return list(options.overrides), Path(load_flags(path, options).config.output_dir)
+    return list(options.overrides), Path(load_flag_config(path, options).config.output_dir)
 
 
 def _copy_to_log(output: Path) -> None:
@@ -68,6 +75,6 @@ def _copy_to_log(output: Path) -> None:
 
 if __name__ == "__main__":
     code = main()
-    from trainer.parallel.ranks.group import end_process
+    from trainer.parallel.ranks.group import exit_process
 
-    end_process(code)
+    exit_process(code)

@@ -74,8 +74,8 @@ class StepContext:
     stragglers: StragglerWatch | None = None
     """Measures this rank's own time; None with a single rank."""
 
-    def own_time(self, *, on_device: bool = True) -> AbstractContextManager[None]:
-        return nullcontext() if self.stragglers is None else self.stragglers.own_time(on_device=on_device)
+    def time_own_work(self, *, on_device: bool = True) -> AbstractContextManager[None]:
+        return nullcontext() if self.stragglers is None else self.stragglers.time_own_work(on_device=on_device)
 
 
 class StepInFlight:
@@ -178,14 +178,14 @@ def _run_micro_step(
 
     `steering_at` is the step number for the step's last micro-batch, which adds the penalty; None for the others.
     """
-    with context.own_time():
+    with context.time_own_work():
         loss_local = context.loss(context.engine, batch, context.engine.device)
     sums[0] += loss_local.detach()
     total = (loss_local + context.loss.balancing) * scale
     if steering_at is not None and context.steering is not None:
         # Every rank adds the whole penalty and the engine averages over ranks, so only the accumulation is undone.
         total = total + context.steering.penalty(steering_at) * accumulation
-        sums[1] = context.steering.measured_local()
+        sums[1] = context.steering.get_local_contribution()
     with phase("backward"):
         context.engine.backward(total)
 

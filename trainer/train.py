@@ -31,6 +31,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    from trainer.parallel.ranks.group import end_process
+    from trainer.parallel.ranks.group import exit_process
 
-    end_process(code)
+    exit_process(code)

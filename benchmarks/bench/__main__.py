@@ -37,8 +37,8 @@ from benchmarks.bench.report import (
 from benchmarks.bench.trace import Shape, breakdown, categorise_kernels, longest, read_trace
 from trainer.checkpoint.run_record import find_commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
-from trainer.config.command_line import positive_int
-from trainer.contract.known_versions import package_versions
+from trainer.config.command_line import parse_positive_int
+from trainer.contract.known_versions import read_package_versions
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.output_files import check_result_file
 from trainer.model.base import load_model_config
@@ -76,9 +76,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="CONFIG|key=value", help="the run to measure")
     parser.add_argument("--shape", help="shape to use instead of that of base_model (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
-    parser.add_argument("--steps", type=positive_int, default=20, help="measured steps (default 20)")
-    parser.add_argument("--warmup", type=positive_int, default=5, help="steps before them (default 5)")
-    parser.add_argument("--num-gpus", type=positive_int, default=1, help="GPUs, or CPU ranks (default 1)")
+    parser.add_argument("--steps", type=parse_positive_int, default=20, help="measured steps (default 20)")
+    parser.add_argument("--warmup", type=parse_positive_int, default=5, help="steps before them (default 5)")
+    parser.add_argument("--num-gpus", type=parse_positive_int, default=1, help="GPUs, or CPU ranks (default 1)")
     parser.add_argument("--peers", action="store_true", help="also measure the other trainers")
     parser.add_argument(
         "--peer", action="append", choices=STACKS, help="measure only this one of them, may be repeated"
@@ -155,7 +155,7 @@ class Bench:
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         records = [record for record in map(json.loads, lines) if "perf/step_ms" in record]
         measured = [record for record in records if arguments.warmup < record["step"] <= last]
-        self.results.append(Measurement.from_records(name, measured, package_versions()))
+        self.results.append(Measurement.from_records(name, measured, read_package_versions()))
         if arguments.profile:
             self._profile(name, run, base_model, folder)
 
@@ -276,7 +276,7 @@ class Bench:
 
     def _show(self) -> None:
         card = torch.cuda.get_device_name() if self.on_gpu else "CPU"
-        versions = package_versions()
+        versions = read_package_versions()
         for result in self.results:
             versions |= result.versions
         header = {

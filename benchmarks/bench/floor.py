@@ -28,16 +28,16 @@ from torch import nn
 
 from benchmarks.bench.trace import ADAPTER, ATTENTION, FROZEN, HEAD, NORMS
 from trainer.config import CommandParser, ModelSection, UserError
-from trainer.model.base import empty_model, load_model_config
+from trainer.model.base import build_empty_model, load_model_config
 from trainer.model.expert_layers import (
     DOWN,
     GATE_UP,
-    expert_modules,
-    expert_names,
-    expert_shape,
+    count_experts_per_token,
     expert_width,
-    experts_per_token,
+    find_expert_modules,
+    get_expert_shape,
     is_transposed,
+    list_expert_tensors,
     takes_all_tokens,
 )
 from trainer.monitor.mfu import is_attention
@@ -80,7 +80,7 @@ def measure_floor(
     `recompute` is the fraction of layers that are recomputed.
     """
     config = load_model_config(base_model, ModelSection())
-    text, model = config.get_text_config(), empty_model(config, ModelSection())
+    text, model = config.get_text_config(), build_empty_model(config, ModelSection())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokens, hidden, vocabulary = batch_size * length, text.hidden_size, text.vocab_size
     repeats = 10 if device.type == "cuda" else 2
@@ -133,11 +133,11 @@ def _products(model: nn.Module) -> Counter[Product]:
 def _experts(model: nn.Module) -> Counter[Experts]:
     """Count the MoE layers by shape; those of Llama 4 give all tokens to all experts."""
     found: Counter[Experts] = Counter()
-    for module in expert_modules(model).values():
-        number, *matrix = expert_shape(module, DOWN)
+    for module in find_expert_modules(model).values():
+        number, *matrix = get_expert_shape(module, DOWN)
         hidden = matrix[-1 if is_transposed(module) else 0]
-        visited = number if takes_all_tokens(module) else experts_per_token(model.config)
-        found[Experts(number, visited, hidden, expert_width(module), GATE_UP in expert_names(module))] += 1
+        visited = number if takes_all_tokens(module) else count_experts_per_token(model.config)
+        found[Experts(number, visited, hidden, expert_width(module), GATE_UP in list_expert_tensors(module))] += 1
     return found
 
 

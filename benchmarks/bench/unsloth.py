@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.bench.assignment import Case
 from trainer.config import ModelSection
-from trainer.model.base import empty_model, load_model_config
+from trainer.model.base import build_empty_model, load_model_config
 
 
 def load_unsloth_model(case: Case, folder: Path) -> Any:
@@ -49,7 +49,7 @@ def write_sparse_checkpoint(base_model: str, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     config = load_model_config(base_model, ModelSection())
-    model = empty_model(config, ModelSection())
+    model = build_empty_model(config, ModelSection())
     model.tie_weights()
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

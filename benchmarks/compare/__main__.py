@@ -23,9 +23,9 @@ from benchmarks.compare.plots import draw_comparison
 from benchmarks.compare.report import NOTES, result_tables, statements, write_results
 from benchmarks.compare.results import Comparison, read_results
 from benchmarks.compare.trials import CONTROLLERS, MEASURES, Trial, plan, run_trials
-from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.checkpoint.finished_run import silence_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 from trainer.setup.preflight import prepare
 
 WIDTH = 132
@@ -69,7 +69,7 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
     console.print(f"{len(trials)} trials, {len(trials) - len(missing)} already finished; in {options.output}")
     failed: list[Trial] = []
     if missing:
-        quiet_libraries()
+        silence_libraries()
         # Tokenise before the trials need it at the same time, and find mistakes before the first one starts.
         stats = prepare(missing[0].config).data.stats
         if options.forgetting is not None:
@@ -166,7 +166,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of all runs and results (output_dir)")
     parser.add_argument(
-        "--seeds", type=positive_int, default=3, metavar="N", help="seeds: the file's and those after it (3)"
+        "--seeds", type=parse_positive_int, default=3, metavar="N", help="seeds: the file's and those after it (3)"
     )
     parser.add_argument(
         "--controllers", type=_controllers, default=CONTROLLERS, metavar="LIST", help=f"some of {','.join(CONTROLLERS)}"
@@ -189,9 +189,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--forgetting", type=Path, metavar="FILE", help="text on which to measure the distance from the base too"
     )
-    parser.add_argument("--parallel", type=positive_int, metavar="N", help="concurrent processes (1 per GPU)")
+    parser.add_argument("--parallel", type=parse_positive_int, metavar="N", help="concurrent processes (1 per GPU)")
     parser.add_argument("--gpus", type=_words, default=(), metavar="LIST", help="GPUs to spread over (all)")
-    parser.add_argument("--draws", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument(
+        "--draws", type=parse_positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)"
+    )
     options = parser.parse_intermixed_args(argv)
     options.lambdas = sorted(set(options.lambdas))
     options.ramps = sorted(set(options.ramps or [options.lambdas[len(options.lambdas) // 2]]))

@@ -5,6 +5,6 @@ from trainer.parallel.ranks.training_process import begin
 if __name__ == "__main__":
     begin()
     from benchmarks.compare.measured_run import main
-    from trainer.parallel.ranks.group import end_process
+    from trainer.parallel.ranks.group import exit_process
 
-    end_process(main())
+    exit_process(main())

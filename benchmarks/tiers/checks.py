@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from trainer.checkpoint.checkpoint_files import checkpoint_step, list_checkpoints
+from trainer.checkpoint.checkpoint_files import list_checkpoints, parse_step
 from trainer.config.sections import TierSection
 from trainer.monitor.metrics import Record
 
@@ -183,7 +183,7 @@ def checkpoints_are_whole(*steps: int) -> Checker:
         from safetensors.torch import load_file
 
         found = list_checkpoints(run.folder)
-        problems = [f"none at step {step}" for step in steps if step not in map(checkpoint_step, found)]
+        problems = [f"none at step {step}" for step in steps if step not in map(parse_step, found)]
         for file in (file for folder in found for file in sorted(folder.glob("*.safetensors"))):
             if not all(bool(torch.isfinite(value).all()) for value in load_file(file).values()):
                 problems.append(f"{file.parent.name}/{file.name} is not finite")

@@ -171,10 +171,10 @@ def cpu_time(settings: RunConfig, base_model: str) -> float:
 
     start + 2 x PASSES x parameters x tokens / measured operations per second.
     """
-    from trainer.model.base import empty_model, load_model_config
+    from trainer.model.base import build_empty_model, load_model_config
 
     training = settings.training
-    model = empty_model(load_model_config(base_model, settings.model), settings.model)
+    model = build_empty_model(load_model_config(base_model, settings.model), settings.model)
     model.tie_weights()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens = settings.dataset.max_length * training.batch_size * training.gradient_accumulation_steps

@@ -37,10 +37,10 @@ from launcher.targets.local import Command, select_exported_variables, write_env
 from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import format_count, printable
-from trainer.config.files import UnreadableFile, parse_json
+from trainer.config.files import UnreadableFileError, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
 from trainer.contract.json_records import MARK, Check
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.contract.standard_streams import PROGRESS
 
 PROBE_PATIENCE_S = 300.0
@@ -71,7 +71,7 @@ def doctor(
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
         checks = check_this_host(loaded, arguments, num_gpus or len(list_visible_gpus()) or CPU_RANKS, port=None)
-        typer.echo(f"{MARK}{host_name()} {json.dumps([asdict(check) for check in checks])}")
+        typer.echo(f"{MARK}{get_host_name()} {json.dumps([asdict(check) for check in checks])}")
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     checks = run_checks(loaded, arguments, request)
@@ -237,7 +237,7 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
         checks += parse_doctor_output(result.stdout, host) or [
             Check("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]
-    return [check for check in checks if check.host != host_name()]
+    return [check for check in checks if check.host != get_host_name()]
 
 
 def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
@@ -246,7 +246,7 @@ def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
 
 def parse_doctor_output(printed: str, host: str) -> list[Check]:
     """Return the checks that the doctor of a host printed after MARK; an empty list if missing or damaged."""
-    with suppress(UnreadableFile):
+    with suppress(UnreadableFileError):
         name, _, text = printed.rpartition(MARK)[2].partition("\n")[0].partition(" ")
         return [replace(check, host=name) for check in parse_json(text, Path(host), list[Check])]
     return []

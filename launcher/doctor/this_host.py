@@ -22,7 +22,7 @@ from trainer.contract.bytecode import find_missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
 from trainer.contract.known_versions import describe_untested
-from trainer.contract.rendezvous import find_port_problem, host_name
+from trainer.contract.rendezvous import find_port_problem, get_host_name
 
 PROJECT = HOME / "pyproject.toml"
 GIB = 2**30
@@ -211,5 +211,5 @@ def check_port(port: int | None) -> Check:
         return Check("port", "OK", "a free one will be chosen at startup; to choose it yourself, set --master-port")
     if reason := find_port_problem(port):
         fix = "use another --master-port, or stop the process that listens on this one"
-        return Check("port", "FAIL", f"{port} on {host_name()} is taken ({reason})", fix)
-    return Check("port", "OK", f"{port} is free on {host_name()}")
+        return Check("port", "FAIL", f"{port} on {get_host_name()} is taken ({reason})", fix)
+    return Check("port", "OK", f"{port} is free on {get_host_name()}")

@@ -19,7 +19,7 @@ from trainer.config.needs import find_unused_settings
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import Yaml11Loader, dump, parse_yaml, read_yaml
 from trainer.contract.output_files import check_settings_file
-from trainer.contract.whole_files import write_whole
+from trainer.contract.whole_files import write_text_atomic
 
 TRANSLATORS = {"Axolotl": "axolotl", "LLaMA-Factory": "llamafactory", "TRL": "trl"}
 """Trainer -> module, which is imported only when needed, because it reads a table."""
@@ -47,7 +47,7 @@ def import_(
     if target is None:
         typer.echo(text, nl=False)
         return
-    write_whole(target, text)
+    write_text_atomic(target, text)
     count, notes = len(translation.settings), len(translation.different) + len(translation.left_out)
     say(f"{output}: {count} settings, {notes} notes at the top. Next: zerolora validate {output}")
 

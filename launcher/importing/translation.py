@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import Mistake, UserErrors, describe_problem, nearest, shown
-from trainer.config.messages import setting_type
-from trainer.config.values import accepted_types, parse_value
+from trainer.config.messages import get_setting_type
+from trainer.config.values import list_accepted_types, parse_value
 from trainer.config.yaml_core import parse_scalar
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -124,7 +124,7 @@ def read_kind(kind: Any) -> Any:
 
 
 def _find_setting_kind(ours: str) -> Any:
-    accepted = accepted_types(setting_type(ours))
+    accepted = list_accepted_types(get_setting_type(ours))
     kinds = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
     return next((kind for known, kind in kinds if known in accepted), Any)
 

@@ -10,7 +10,7 @@ from launcher.supervision.terminal import say
 from trainer.config import UserError
 from trainer.contract.heartbeat import STACK_MARK, Hang, Heartbeat, read_heartbeats
 from trainer.contract.rank_errors import RankError, read_errors
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
@@ -102,7 +102,7 @@ class Failure:
             say(f"the run failed: {reason}")
         else:
             beat = beats.get(rank)
-            host, position = (host_name(), "") if beat is None else (beat.host, f" ({beat.describe_position()})")
+            host, position = (get_host_name(), "") if beat is None else (beat.host, f" ({beat.describe_position()})")
             reason = f"rank {rank} on {host} {describe_status(status)}{position}"
             say(f"the run failed: {reason}")
             for line in _explain_signal(status, beat):

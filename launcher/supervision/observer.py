@@ -14,7 +14,7 @@ from launcher.supervision.processes import find_local_ranks, is_stopped, send_si
 from launcher.supervision.remote import LauncherLog, Reach
 from launcher.supervision.terminal import say
 from trainer.contract.heartbeat import Hang, Heartbeat, read_hang, read_heartbeats
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 
 LOCKS_EVERY_S = 10.0
 # srun waits forever for a node if the slurmstepd there was killed after its rank had exited.
@@ -43,7 +43,7 @@ def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
     """Add the host of each rank to the message, because other ranks may not know the host."""
     text = hang.text
     for rank in hang.ranks:
-        host = host_name() if reach is None else reach.find_host(rank)
+        host = get_host_name() if reach is None else reach.find_host(rank)
         if host:
             text = text.replace(f"rank {rank} has ", f"rank {rank} on {host} has ")
     return Hang(hang.ranks, text)

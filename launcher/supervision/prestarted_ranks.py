@@ -22,7 +22,7 @@ from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, exit_code_after, to_exit_code
 from trainer.contract.rank_arguments import CHECKED, PRESTARTED, StartMessage
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 
 POLL_S = 0.05
 PATIENCE_S = 10.0
@@ -92,7 +92,9 @@ class PrestartedRanks:
             for rank, process in enumerate(self.processes if hang_timeout_s else ()):
                 stopped_s[rank] = stopped_s[rank] + POLL_S if is_stopped(psutil.Process(process.pid)) else 0.0
                 if stopped_s[rank] > hang_timeout_s:
-                    say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
+                    say(
+                        f"{FAILED}: the run hangs: rank {rank} on {get_host_name()} is stopped (SIGSTOP, or a debugger)"
+                    )
                     self.kill()
                     return EXIT_FAILED
         return self._stop()
@@ -123,7 +125,7 @@ class PrestartedRanks:
         if rank or status <= 0:
             self._output.seek(0)
             say(self._output.read().decode(errors="replace").rstrip())
-            say(f"{FAILED}: rank {rank} on {host_name()} {describe_status(status)}")
+            say(f"{FAILED}: rank {rank} on {get_host_name()} {describe_status(status)}")
         return code or 1
 
     def _stop(self) -> int:

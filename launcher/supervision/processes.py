@@ -14,7 +14,7 @@ from launcher.supervision.failure_report import describe_status
 from launcher.supervision.terminal import say
 from trainer.contract.exit_codes import FORWARDED_SIGNALS, exit_code_after, to_exit_code
 from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 
 END_PATIENCE_S = 10.0
 POLL_S = 0.05
@@ -24,7 +24,7 @@ CHILD_PATIENCE_S = 10.0
 def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
     ranks: dict[int, psutil.Process] = {}
     for beat in beats:
-        if beat.host != host_name() or beat.exit_code is not None:
+        if beat.host != get_host_name() or beat.exit_code is not None:
             continue
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(beat.pid)
@@ -116,5 +116,5 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
     if received:
         return exit_code_after(received[0][0])
     if code < 0 and failed:
-        say(f"{failed}: process {child.pid} on {host_name()} {describe_status(code)}")
+        say(f"{failed}: process {child.pid} on {get_host_name()} {describe_status(code)}")
     return to_exit_code(code)

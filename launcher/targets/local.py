@@ -18,7 +18,7 @@ from typing import IO, Any
 from trainer.config import UserError
 from trainer.config.files import read_text
 from trainer.contract.default_ranks import CPU_RANKS
-from trainer.contract.whole_files import write_whole
+from trainer.contract.whole_files import write_text_atomic
 
 Output = int | IO[bytes] | None
 # DeepSpeed uses this hostfile, which some container images have, by default.
@@ -186,4 +186,4 @@ def write_environment(file: Path, env: Mapping[str, str]) -> None:
         if (folder / user_file).is_file():
             lines += [line for line in read_text(folder / user_file).splitlines() if "=" in line]
     lines += [f"{name}={value}" for name, value in select_exported_variables(env).items() if "\n" not in value]
-    write_whole(file, "\n".join(lines))
+    write_text_atomic(file, "\n".join(lines))

@@ -114,7 +114,7 @@ def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
     pipeline = read_pipeline(case["base_model"], ModelSection())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = random_denoiser(pipeline, device, nf4=case.get("adapter") == "qlora")
-    targets = usual_targets(pipeline)
+    targets = list_default_targets(pipeline)
     denoiser.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=targets))
     for parameter in denoiser.parameters():
         if parameter.requires_grad:
@@ -181,12 +181,12 @@ def random_denoiser(pipeline: Any, device: Any, *, nf4: bool) -> Any:
     return denoiser.to(device)
 
 
-def usual_targets(pipeline: Any) -> list[str]:
+def list_default_targets(pipeline: Any) -> list[str]:
     """The same layers as ours, by their whole paths."""
     from trainer.tasks.images.model import ImageModel
 
     prefix = f"{pipeline.family.denoiser}."
-    return [path.removeprefix(prefix) for path in ImageModel(pipeline).usual_targets()]
+    return [path.removeprefix(prefix) for path in ImageModel(pipeline).list_default_targets()]
 
 
 def summary(peak: float, seconds: list[float], wall: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.bench.eight_bit_quality import interval
-from trainer.checkpoint.finished_run import default_device, find_run, load_saved_tokenizer, quiet_libraries
+from trainer.checkpoint.finished_run import default_device, find_run, load_saved_tokenizer, silence_libraries
 from trainer.commands.evaluate import compute_row_losses, load_held_out_samples
 from trainer.data.batches import collate
 from trainer.data.samples import split_documents
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--documents", type=int, default=10**6)
     arguments = parser.parse_args()
-    quiet_libraries()
+    silence_libraries()
     torch.set_grad_enabled(False)
     plain = {folder.name.partition("-")[2]: folder for folder in sorted(arguments.runs.glob("plain-*/"))}
     unrounded = {seed: held_out_loss(folder, "merged", arguments.documents) for seed, folder in plain.items()}

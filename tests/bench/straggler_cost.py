@@ -35,9 +35,9 @@ def main() -> None:
         began = time.perf_counter()
         for step in range(1, WINDOW + 1):
             for _ in range(arguments.micro_steps):
-                with watch.own_time(on_device=False):
+                with watch.time_own_work(on_device=False):
                     pass
-                with watch.own_time():
+                with watch.time_own_work():
                     pass
             watch.compare(window * WINDOW + step)
         found.append((time.perf_counter() - began) / WINDOW)

@@ -18,12 +18,12 @@ import pytest
 from tests.distributed.conftest import environment
 from tests.ends import HOST, PATIENCE_S, TRAIN, Run, Start, runs_below, write_endless_run
 from trainer.checkpoint.checkpoint_files import list_checkpoints
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainer.train")
-DEEPSPEED = ("deepspeed", "--num_gpus=2", f"--master_port={free_port()}", "--module", "trainer.train")
+DEEPSPEED = ("deepspeed", "--num_gpus=2", f"--master_port={find_free_port()}", "--module", "trainer.train")
 # Minutes; the first step may take three times as long. No step does on a machine that is busy with others.
 SOON = "training.hang_timeout=0.25"
 

@@ -12,11 +12,11 @@ from tests.rank_program import join
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, ZeroSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.model.expert_layers import expert_modules, expert_names
+from trainer.model.expert_layers import find_expert_modules, list_expert_tensors
 from trainer.parallel.engine.deepspeed_engine import announce_partitioning, build_deepspeed_config, start_engine
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
-from trainer.parallel.ranks.group import end_process, leave_process_group
+from trainer.parallel.ranks.group import exit_process, leave_process_group
 from trainer.patches.deepspeed_workarounds import install_workarounds
 from trainer.patches.fused_experts import install_expert_forwards
 
@@ -48,11 +48,11 @@ class Watch:
         self._seen: dict[int, StorageWeakRef] = {}
         self.seen = 0
         """Bytes of all of them."""
-        for experts in expert_modules(model).values():
+        for experts in find_expert_modules(model).values():
             experts.register_forward_pre_hook(self._look)
 
     def _look(self, experts: Any, _inputs: Any) -> None:
-        for name in expert_names(experts):
+        for name in list_expert_tensors(experts):
             storage = getattr(experts, name).data.untyped_storage()
             reference = StorageWeakRef(storage)
             if reference.cdata not in self._seen:
@@ -118,4 +118,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

@@ -18,7 +18,7 @@ from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.preferences import write_answers, write_pairs
 from tests.tiny import make_model, write_chats
 from trainer.contract.default_ranks import CPU_RANKS, list_visible_gpus
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 ROOT = Path(__file__).parent.parent.parent
 GRACE_S = 20.0
@@ -70,7 +70,7 @@ def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log
     # CPU ranks beyond the cores are refused; counted as GPUs they are not.
     on_cpu = list(range(count)) if count > CPU_RANKS else []
     gpus = on_cpu if env.get("DS_ACCELERATOR") == "cpu" else list_visible_gpus()
-    command = build_local_command(arguments, gpus=gpus, num_gpus=count, port=free_port(), module=module)
+    command = build_local_command(arguments, gpus=gpus, num_gpus=count, port=find_free_port(), module=module)
     shared = {**env, **command.set_variables}
     deadline, failed_at = time.monotonic() + timeout_s, None
     with log.open("w") as file:

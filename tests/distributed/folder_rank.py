@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config import load_config
-from trainer.contract.folder_lock import LOCK_FILE, FolderLock, FolderLost
-from trainer.contract.whole_files import write_whole
+from trainer.contract.folder_lock import LOCK_FILE, FolderLock, FolderLostError
+from trainer.contract.whole_files import write_text_atomic
 from trainer.monitor.metrics import METRICS_FILE
-from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
+from trainer.parallel.ranks.group import Ranks, exit_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
 from trainer.setup.preflight import prepare
@@ -39,7 +39,7 @@ def lose(folder: Path) -> None:
         time.sleep(0.01)
     holder = {"host": "n7", "process": {"kernel": "n7", "pid": 1, "started": "1"}}
     values = {"token": "t7", "since": "now", "job": "", "restarts": 0, "holders": [holder]}
-    write_whole(folder / "out" / "logs" / LOCK_FILE, json.dumps(values))  # the run may read it at any time
+    write_text_atomic(folder / "out" / "logs" / LOCK_FILE, json.dumps(values))  # the run may read it at any time
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
     threading.Thread(target=lose, args=[folder], daemon=True).start()
     try:
         train(folder, "output.overwrite=delete", "training.max_steps=2000")
-    except FolderLost as error:
+    except FolderLostError as error:
         (folder / "lost.txt").write_text(str(error))
     lines = (folder / "out" / METRICS_FILE).read_text().splitlines()
     (folder / "last-step.txt").write_text(str(json.loads(lines[-1])["step"]))
@@ -65,4 +65,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

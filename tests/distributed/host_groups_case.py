@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.distributed.matrix import run_case
 from tests.rank_program import join
 from trainer.parallel.engine.layer_gather import unit
-from trainer.parallel.ranks.group import end_process, leave_process_group
+from trainer.parallel.ranks.group import exit_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 
 COMMON = {"zero.stage": 3, "training.max_steps": 4, "training.save_steps": 2}
@@ -73,4 +73,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

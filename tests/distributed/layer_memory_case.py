@@ -16,7 +16,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.layer_gather.shards import LayerShards, plan_units
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit
-from trainer.parallel.ranks.group import end_process, leave_process_group
+from trainer.parallel.ranks.group import exit_process, leave_process_group
 
 KINDS: dict[str, tuple[torch.dtype, QuantizationSection | None]] = {
     "fp32": (torch.float32, None),
@@ -97,4 +97,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

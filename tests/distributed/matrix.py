@@ -17,7 +17,7 @@ from tests.runs_in_process import as_one_of_many
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.entry.joint_run import JointRun
-from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
+from trainer.parallel.ranks.group import Ranks, exit_process, leave_process_group
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
 from trainer.setup.preflight import prepare
@@ -59,4 +59,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

@@ -10,7 +10,7 @@ from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, TrainingSection, ZeroSection
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config
-from trainer.parallel.ranks.group import end_process, leave_process_group
+from trainer.parallel.ranks.group import exit_process, leave_process_group
 
 
 def peak_growth(load: object) -> int:
@@ -62,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

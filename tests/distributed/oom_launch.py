@@ -11,7 +11,7 @@ from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import share_stdout
 from launcher.targets.local import build_local_command
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]
@@ -22,7 +22,7 @@ if __name__ == "__main__":
             [shortage, *arguments, f"output_dir={folder}", *more, "--console", screen],
             gpus=[],
             num_gpus=2,
-            port=free_port(),
+            port=find_free_port(),
             module="tests.distributed.oom_rank",
         )
         code = Supervisor(command, Path(folder) / "logs").run()

@@ -141,7 +141,7 @@ def on_engine(
                 out["lambda"].append(steering.lambda_)
             engine.backward(loss)
             if last:
-                sums = torch.stack([loss_sum_local.double(), steering.measured_local()])
+                sums = torch.stack([loss_sum_local.double(), steering.get_local_contribution()])
                 loss_sum_global, squares_global = sum_over_ranks(sums)
                 steering.observe(step, loss_sum_global, target_tokens, squares_global)
                 out["squares"].append(squares_global.item())

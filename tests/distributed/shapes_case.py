@@ -8,7 +8,7 @@ import torch
 from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model.base import load_base_model
-from trainer.parallel.ranks.group import end_process, leave_process_group
+from trainer.parallel.ranks.group import exit_process, leave_process_group
 
 
 def loaded(model: Path) -> str:
@@ -36,4 +36,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    end_process(0)
+    exit_process(0)

@@ -9,7 +9,7 @@ import torch
 from tests.distributed.conftest import environment, launch
 from tests.distributed.plan import case
 from tests.lm_eval_tasks import write_tasks
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.ranks.group import Ranks
@@ -49,7 +49,7 @@ def test_two_ranks_measure_the_same_scores_as_one(folder: Path, name: str) -> No
     run = find_run(folder / name)
     tokenizer, device = load_saved_tokenizer(run), torch.device("cpu")
     settings = EvaluationSection(tasks=tuple(write_tasks(folder)))
-    model = load_trained(run, tokenizer, device)
+    model = load_trained_model(run, tokenizer, device)
     scorer = TaskScores(settings, tokenizer, 2, Ranks(0, 1, 0))
     found = scorer.measure(model, device).values
     assert len(found) == 6

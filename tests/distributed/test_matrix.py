@@ -197,7 +197,7 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
 
     from trainer.config import SourceSection
     from trainer.config.data_sections import DatasetSection
-    from trainer.data.batches import evaluation_batches
+    from trainer.data.batches import iterate_evaluation_batches
     from trainer.data.cache import prepare_data
 
     case = matrix["lora-3-non_reentrant"]
@@ -211,7 +211,9 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
     data = prepare_data(section, tokenizer, seed=42, cache_dir=root / "cache", max_length_of_model=256)
     assert data.evaluation is not None
     loss_sum, targets = 0.0, 0
-    for batch in evaluation_batches(data.evaluation, batch_size=2, rank=0, world_size=1, pad_token_id=0, flat=False):
+    for batch in iterate_evaluation_batches(
+        data.evaluation, batch_size=2, rank=0, world_size=1, pad_token_id=0, flat=False
+    ):
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         wanted = batch.targets

@@ -13,7 +13,7 @@ from tests.four_bits import dequantized, store_in_four_bits
 from tests.mixtures import make_mixture
 from tests.plain_peft import plain_losses
 from tests.tiny import make_model, make_tokenizer
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, RunConfig
 from trainer.model.base import load_base_model
@@ -107,7 +107,7 @@ def test_a_trained_run_is_merged(runs: Matrix, name: str, tmp_path: Any) -> None
     stored = merge(run, tmp_path / "stored", dtype="stored")
     how: dict[str, Any] = {"dtype": torch.float32, "device": cpu, "attention": "eager"}
     with torch.no_grad():
-        trained = load_trained(run, load_saved_tokenizer(run), cpu)(ids).logits
+        trained = load_trained_model(run, load_saved_tokenizer(run), cpu)(ids).logits
         for folder, allowed in ((merged, 1e-5), (stored, 0.1)):
             logits = load_base_model(str(folder), ModelSection(), **how)(ids).logits
             torch.testing.assert_close(logits, trained, rtol=1e-4, atol=allowed)

@@ -20,7 +20,7 @@ from trainer.data.batches import MicroBatch
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.ranks.group import end_process, leave_process_group
+from trainer.parallel.ranks.group import exit_process, leave_process_group
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import TokenLoss
 
@@ -106,4 +106,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

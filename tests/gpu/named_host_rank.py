@@ -2,11 +2,11 @@
 
 import os
 
-from trainer.parallel.ranks.group import end_process
+from trainer.parallel.ranks.group import exit_process
 from trainer.train import main
 
 if __name__ == "__main__":
     ranks = int(os.environ["WORLD_SIZE"])
     hosts = int(os.environ.get("ZEROLORA_TEST_HOSTS", ranks))
     os.environ["SLURMD_NODENAME"] = f"node{int(os.environ['RANK']) * hosts // ranks}"
-    end_process(main())
+    exit_process(main())

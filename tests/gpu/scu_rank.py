@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import trainer.train
-from trainer.parallel.ranks.group import end_process
+from trainer.parallel.ranks.group import exit_process
 from trainer.scu.controller import Steering
 
 
@@ -32,4 +32,4 @@ def record(folder: Path, spoil: int) -> None:
 
 if __name__ == "__main__":
     record(Path(sys.argv[1]), int(sys.argv[2]))
-    end_process(trainer.train.main(sys.argv[3:]))
+    exit_process(trainer.train.main(sys.argv[3:]))

@@ -12,7 +12,7 @@ import yaml
 
 from tests.distributed.conftest import ROOT
 from tests.tiny import write_chats
-from trainer.checkpoint.finished_run import FinishedRun, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import FinishedRun, load_saved_tokenizer, load_trained_model
 from trainer.config import RunConfig
 from trainer.scu.law import advance, build_initial_state
 from trainer.scu.law_settings import build_law
@@ -99,7 +99,7 @@ def test_peft_reads_the_adapter_and_gives_the_final_training_loss(run: tuple[Pat
     config = RunConfig.model_validate_json((run[0] / "training_config.json").read_text())
     found = FinishedRun(run[0], run[0], config)
     tokenizer = load_saved_tokenizer(found)
-    model = load_trained(found, tokenizer, torch.device("cuda", 0))
+    model = load_trained_model(found, tokenizer, torch.device("cuda", 0))
     data = prepare(config.model_copy(update={"output_dir": str(run[0] / "unused")})).data.evaluation
     assert data is not None
     total = count = 0.0

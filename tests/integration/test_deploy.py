@@ -13,7 +13,7 @@ import yaml
 
 from tests.distributed.conftest import ROOT, environment
 from tests.tiny import make_model, write_chats
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 DEPLOY = ROOT / "deploy"
 
@@ -84,7 +84,7 @@ def test_the_command_of_kubeflow_trains_and_resumes(place: Path) -> None:
     # What Kubeflow's torch plugin sets.
     nodes = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
     for _ in range(2):
-        server = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+        server = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(find_free_port())}
         done = subprocess.run(command, cwd=ROOT, env=variables(**nodes, **server), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
     assert steps(place / "runs" / "my") == [1, 2, 3]
@@ -93,7 +93,7 @@ def test_the_command_of_kubeflow_trains_and_resumes(place: Path) -> None:
 @pytest.mark.slow
 def test_the_script_of_skypilot_trains(place: Path) -> None:
     script = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"]
-    script = script.replace("source .venv/bin/activate\n", "").replace("29500", str(free_port()))
+    script = script.replace("source .venv/bin/activate\n", "").replace("29500", str(find_free_port()))
     given = variables(
         SKYPILOT_NUM_NODES="1", SKYPILOT_NUM_GPUS_PER_NODE="2", SKYPILOT_NODE_RANK="0", SKYPILOT_NODE_IPS="127.0.0.1",
         CONFIG=str(place / "my.yaml"), RUNS=str(place / "runs"),

@@ -16,7 +16,7 @@ import pytest
 from peft import PeftModel
 
 from tests.servers.test_vllm import NEW_TOKENS, PROMPTS, load, log_probabilities, make_base, make_run, vllm_folder
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 pytestmark = pytest.mark.nightly
 __all__ = ["vllm_folder"]
@@ -40,7 +40,7 @@ def ask(url: str, body: dict[str, object] | None = None) -> Any:
 @contextmanager
 def serve(run: Path, options: Sequence[str], variables: Mapping[str, str], log: Path, start_s: float) -> Iterator[str]:
     """Run `zerolora serve` on a free port within the block, which gets the server's address once it answers."""
-    port = free_port()
+    port = find_free_port()
     command = [sys.executable, "-m", "launcher.cli", "serve", str(run), *options, "--port", str(port)]
     with log.open("w") as file:
         server = subprocess.Popen(command, env=os.environ | variables, stdout=file, stderr=file)

@@ -9,7 +9,7 @@ import torch
 
 from tests.tiny import make_model
 from trainer.config import LoraSection, ModelSection, QuantizationSection, UserError
-from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter, count_parameters
+from trainer.model.adapter import GradientCheck, apply_adapter, count_parameters, summarize_adapted_layers
 from trainer.model.base import load_base_model, load_tokenizer
 
 
@@ -35,7 +35,7 @@ def test_the_table_and_the_counts(folder: Path, quantized: bool) -> None:
     model = base(folder, QuantizationSection() if quantized else None)
     total = sum(parameter.numel() for parameter in base(folder).parameters())
     adapted = apply_adapter(model, LoraSection(r=4, alpha=8), torch.float32)
-    table = {layer.name: (layer.shape, layer.count, layer.parameters) for layer in adapted_layers(adapted)}
+    table = {layer.name: (layer.shape, layer.count, layer.parameters) for layer in summarize_adapted_layers(adapted)}
     assert table["q_proj"] == ("64 -> 64", 2, 2 * 4 * 128)
     assert table["gate_proj"] == ("64 -> 128", 2, 2 * 4 * 192)
     assert "lm_head" not in table

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from tests.plain_peft import plain_losses
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.model.adapter import apply_adapter, check_added_tokens, find_token_layers
-from trainer.model.base import empty_model
+from trainer.model.base import build_empty_model
 
 CPU = torch.device("cpu")
 WORDS = "red green blue seven eight nine runs jumps".split()
@@ -78,7 +78,7 @@ def test_new_tokens_are_learned_as_input_and_output(kind: str, tmp_path: Path) -
     assert "the memory estimate is off" not in console, "head and loss are computed together"
     run = find_run(tmp_path / "run")
     tokenizer = load_saved_tokenizer(run)
-    model = load_trained(run, tokenizer, CPU)
+    model = load_trained_model(run, tokenizer, CPU)
     assert answers_right(model, tokenizer, tmp_path / "train.jsonl") == 40
     rows = {name: value.shape for name, value in load_file(run.folder / "adapter_model.safetensors").items()}
     trained = [name for name, shape in rows.items() if "trainable_tokens" in name and shape == (2, 64)]
@@ -100,7 +100,7 @@ def test_rows_are_saved_for_plain_peft_merged_and_resumed(tmp_path: Path) -> Non
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), run.folder)
     merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
     with torch.no_grad():
-        expected = load_trained(run, tokenizer, CPU)(tokens).logits
+        expected = load_trained_model(run, tokenizer, CPU)(tokens).logits
         for model in (plain, merged):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-5)
     whole = load_file(run.folder / "adapter_model.safetensors")
@@ -139,7 +139,7 @@ def test_what_peft_cannot_train_is_refused_before_weights_are_loaded(tmp_path: P
     from transformers import AutoConfig
 
     def empty(kind: str, **changes: Any) -> Any:
-        return empty_model(AutoConfig.for_model(kind, num_hidden_layers=1, **changes), ModelSection())
+        return build_empty_model(AutoConfig.for_model(kind, num_hidden_layers=1, **changes), ModelSection())
 
     with pytest.raises(UserError, match=r"^model.added_tokens: the output head of PhiForCausalLM has a bias.*lm_head"):
         check_added_tokens(empty("phi"), LoraSection(), [5])
@@ -165,5 +165,5 @@ def test_a_tied_model_is_merged_with_its_rows(lora: dict[str, Any], tmp_path: Pa
     merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
     tokens = torch.tensor([[5, 9, 327, 31, 328, 7]])
     with torch.no_grad():
-        expected = load_trained(run, load_saved_tokenizer(run), CPU)(tokens).logits
+        expected = load_trained_model(run, load_saved_tokenizer(run), CPU)(tokens).logits
         torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=1e-5)

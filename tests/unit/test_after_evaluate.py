@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import write_chats
 from tests.unit.test_after_run import make_run
-from trainer.checkpoint.finished_run import FinishedRun, find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import FinishedRun, find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands import evaluate
 from trainer.commands.evaluate import bootstrap, compute_row_losses, load_held_out_samples
 from trainer.config import UserError
@@ -61,7 +61,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(run_dir: Path) -> None:
     run = find_run(run_dir)
     tokenizer = load_saved_tokenizer(run)
-    model = load_trained(run, tokenizer, torch.device("cpu"))
+    model = load_trained_model(run, tokenizer, torch.device("cpu"))
     documents = held_out_documents(run, tokenizer, None, None)
     assert len({len(document.input_ids) for document in documents}) > 2
     sums = compute_row_losses(model, collate(documents, 0, packed=False, flat=False))

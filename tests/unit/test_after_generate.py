@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 from tests.tiny import record_base
 from tests.unit.test_after_run import make_run
 from tests.unit.test_data_chat import THINKING
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands import chat, generate
 from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, show
 from trainer.config import DatasetSection, UserError
 from trainer.data.prompt_files import format_prompt, read_prompts, sample_prompts
 from trainer.data.records import PLAIN_TEXT
-from trainer.model.answers import answer_prompts, encode_prompt, find_stop_tokens
+from trainer.model.answers import encode_prompt, find_stop_tokens, generate_greedy_answers
 
 PLAIN = DatasetSection(path="x")
 BRIEF = DatasetSection(path="x", system_prompt="be brief")
@@ -36,7 +36,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(run_dir: Path) -> tuple[Any, Any]:
     run = find_run(run_dir)
     tokenizer = load_saved_tokenizer(run)
-    return load_trained(run, tokenizer, torch.device("cpu")), tokenizer
+    return load_trained_model(run, tokenizer, torch.device("cpu")), tokenizer
 
 
 def answer(
@@ -207,7 +207,7 @@ def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> 
     asked = answer(model, tokenizer, "seven cats", Sampling(12), section=BRIEF)
     engine: Any = OfOneModel()
     ids = encode_prompt(tokenizer, BRIEF, "seven cats", None).tolist()
-    assert answer_prompts(engine, tokenizer, ids, 12)[0].strip() == asked
+    assert generate_greedy_answers(engine, tokenizer, ids, 12)[0].strip() == asked
     assert asked != answer(model, tokenizer, "seven cats", Sampling(12))
 
 

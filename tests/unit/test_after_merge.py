@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.families import save_family
 from tests.unit.test_after_run import make_run
-from trainer.checkpoint.finished_run import FinishedRun, find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import FinishedRun, find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.atomic_output import check_output
 from trainer.commands.export.__main__ import export
 from trainer.commands.merge import main
@@ -39,7 +39,7 @@ def test_merged_logits_are_the_adapters(
     output = merge(run, tmp_path / "merged")
     # In full precision, whatever the run was trained on: a 4-bit base is not what an adapter is merged into.
     full = run.config.model_copy(update={"adapter": "lora"})
-    adapted = load_trained(FinishedRun(run.folder, run.run_dir, full), tokenizer, CPU)
+    adapted = load_trained_model(FinishedRun(run.folder, run.run_dir, full), tokenizer, CPU)
     merged = AutoModelForCausalLM.from_pretrained(output)
     tokens = torch.randint(len(tokenizer), (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -20,7 +20,7 @@ from trainer.commands import push
 from trainer.commands.push import read_records, stage_files
 from trainer.config import LoraSection
 from trainer.config.files import read_json
-from trainer.monitor.report.model_card import MARKER, OLD_MARKER, PEFT_PLACEHOLDER, public_name
+from trainer.monitor.report.model_card import MARKER, OLD_MARKER, PEFT_PLACEHOLDER, get_public_name
 from trainer.tasks.language import LanguageTask
 
 ROOT = Path(__file__).parent.parent.parent
@@ -138,7 +138,7 @@ def test_names_of_the_hub_stay_and_paths_lose_their_folders(tmp_path: Path) -> N
         ("data/train.jsonl", "train.jsonl"),
         (str(tmp_path), tmp_path.name),
     ):
-        assert public_name(name) == expected
+        assert get_public_name(name) == expected
 
 
 def test_a_dry_run_writes_the_card_lists_the_files_and_needs_no_login(

@@ -12,7 +12,7 @@ import torch
 from benchmarks.bench import __main__ as bench
 from tests.tiny import make_model, record_base, write_chats
 from trainer.checkpoint.adapter_files import record_result
-from trainer.checkpoint.finished_run import ADAPTER, find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import ADAPTER, find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands import evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError
@@ -109,14 +109,14 @@ def test_another_base_model_takes_the_place_of_the_runs(run_dir: Path, tmp_path:
     for base_model in (None, str(other)):
         run = find_run(run_dir, base_model, allow_mismatch=True)
         with torch.no_grad():
-            logits.append(load_trained(run, load_saved_tokenizer(run), device)(tokens).logits)
+            logits.append(load_trained_model(run, load_saved_tokenizer(run), device)(tokens).logits)
     assert not torch.allclose(logits[0], logits[1], atol=0.1)
 
 
 def test_an_adapter_that_does_not_fit_the_base_is_an_error_of_one_line(run_dir: Path, tmp_path: Path) -> None:
     run = find_run(run_dir, str(make_model(tmp_path / "wide", hidden=128)), allow_mismatch=True)
     with pytest.raises(UserError, match=r"does not fit base_model=.*size mismatch"):
-        load_trained(run, load_saved_tokenizer(run), torch.device("cpu"))
+        load_trained_model(run, load_saved_tokenizer(run), torch.device("cpu"))
 
 
 def _broken(run_dir: Path, folder: Path, case: str) -> Path:

@@ -39,7 +39,7 @@ from trainer.contract.json_records import MARK, Check, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.sample_images import find_sample_images
-from trainer.monitor.report.sweep_table import read_outcomes
+from trainer.monitor.report.sweep_table import read_run_results
 from trainer.monitor.report.write import write_report
 from trainer.tasks.language import LanguageTask
 
@@ -178,7 +178,7 @@ def read_everything(run: Path, name: str) -> None:
         lambda: build_resume_settings(config.model_copy(update={"output_dir": str(run)}), environment),
         lambda: read_metrics(run),
         lambda: read_sweep(run),
-        lambda: read_outcomes(run),
+        lambda: read_run_results(run),
         lambda: read_hostfile(run / "hostfile"),
         lambda: check_early(config.model_copy(update={"output_dir": str(run)})),
         lambda: Attempts._read_global_batch(_attempts_in(run)),
@@ -281,7 +281,7 @@ def test_names_and_errors_are_printable(place: Path) -> None:
 
     with run_with(place, "sweep.json", json.dumps(record).encode()) as run:
         console = Console(file=open(os.devnull, "w"), record=True, soft_wrap=True)
-        show(console, read_outcomes(run))
+        show(console, read_run_results(run))
     assert "red" in console.export_text() and "\x1b" not in console.export_text()
 
 

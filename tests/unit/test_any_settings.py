@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.any_input import or_refused, tries, value_at
 from trainer.config import RunConfig, dump_yaml, load_config
-from trainer.config.messages import list_setting_names, setting_type
+from trainer.config.messages import get_setting_type, list_setting_names
 from trainer.config.types import AUTO
-from trainer.config.values import accepted_types, is_text, list_choices
+from trainer.config.values import is_text, list_accepted_types, list_choices
 
 BASE = "base_model: m\noutput_dir: runs/x\ndataset:\n  path: d.jsonl\n"
 NAMES = list_setting_names()
-TEXTS = [name for name in NAMES if is_text(setting_type(name))]
+TEXTS = [name for name in NAMES if is_text(get_setting_type(name))]
 PATHS = {"base_model", "output_dir", "model.tokenizer", "lora.adapter_path", "dataset.path", "dataset.cache_dir"}
 NUMBER = re.compile(r"[-+]?[0-9]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
@@ -56,7 +56,7 @@ python_values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(scalars | st.integers(), inner, max_size=3)),
     max_leaves=5,
 )
-word_values = st.sampled_from(sorted({word for name in NAMES for word in list_choices(setting_type(name))}))
+word_values = st.sampled_from(sorted({word for name in NAMES for word in list_choices(get_setting_type(name))}))
 
 
 @pytest.fixture(scope="module")
@@ -191,4 +191,6 @@ def test_any_bytes_as_a_file(file: Path, content: bytes, at: int) -> None:
 def test_the_schema_has_settings_of_every_kind() -> None:
     """What the tests above draw from is not empty."""
     assert len(NAMES) > 100 and len(TEXTS) > 8
-    assert {int, float, bool, tuple, dict} <= set().union(*(accepted_types(setting_type(name)) for name in NAMES))
+    assert {int, float, bool, tuple, dict} <= set().union(
+        *(list_accepted_types(get_setting_type(name)) for name in NAMES)
+    )

@@ -17,7 +17,7 @@ from launcher.supervision.remote import SrunReach
 from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation
 from trainer.config import load_config
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 from trainer.contract.restart_record import read_restarts
 
 RANK = "tests.unit.attempts_rank"
@@ -50,7 +50,7 @@ class Machine:
             (self.folder / name).write_text(json.dumps(record))
         config = self.folder / "config.yaml"
         config.write_text(SETTINGS.format(folder=self.folder, elastic=str(elastic).lower()))
-        build = partial(build_local_command, gpus=list(range(6)), num_gpus=None, port=free_port(), module=RANK)
+        build = partial(build_local_command, gpus=list(range(6)), num_gpus=None, port=find_free_port(), module=RANK)
         places = RankSlots(Request(launcher="local"), self.folder / "logs", build)
         return Attempts([str(self.folder)], load_config(config).config, (build, None), places, None, 1).train()
 

@@ -22,7 +22,7 @@ from trainer.config import ModelSection, UserError
 from trainer.model.base import load_base_model
 from trainer.patches.packed_attention import (
     VARLEN,
-    check_supported,
+    check_attention_supported,
     choose_attention,
     copy_heads_without_flash,
     install_sdpa_with_own_heads,
@@ -219,5 +219,5 @@ def test_auto_is_eager_where_the_model_knows_nothing_else(folder: Path) -> None:
     model = load_base_model(str(folder / "gemma2"), ModelSection(), dtype=dtype, device=device, attention=attention)
     assert model.config._attn_implementation == "eager"
     with pytest.raises(UserError, match=r"model.attn_implementation=sdpa: Gemma2ForCausalLM does not support it; use"):
-        check_supported(ModelSection(attn_implementation="sdpa"), model)
-    check_supported(ModelSection(attn_implementation="eager"), model)
+        check_attention_supported(ModelSection(attn_implementation="sdpa"), model)
+    check_attention_supported(ModelSection(attn_implementation="eager"), model)

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, make_tokenizer, write_chats
 from trainer.config import CommandParser
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 
 GOOD = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -432,7 +432,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
 @pytest.mark.parametrize("word", ["0", "-1", "1.5", "many"])
 def test_an_argument_that_counts_takes_whole_numbers_from_1(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = CommandParser(prog="zerolora inspect")
-    parser.add_argument("--step", type=positive_int)
+    parser.add_argument("--step", type=parse_positive_int)
     assert parser.parse_args(["--step", "1"]).step == 1
     with pytest.raises(SystemExit) as ended:
         parser.parse_args([f"--step={word}"])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.families import tiny_config
 from tests.tiny import make_model
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config, load_tokenizer
+from trainer.model.base import build_empty_model, check_weights, load_base_model, load_model_config, load_tokenizer
 from trainer.model.model_kind import check_kind
 
 Change = Callable[[Path], object]
@@ -334,4 +334,4 @@ def test_a_streamed_model_generates_like_a_loaded_one(tmp_path: Path) -> None:
 def test_a_package_that_a_model_needs_is_named(tmp_path: Path) -> None:
     tiny_config("gemma3n").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"^base_model=.*: TimmWrapperModel requires the timm library; install it"):
-        empty_model(load_model_config(str(tmp_path), ModelSection()), ModelSection())
+        build_empty_model(load_model_config(str(tmp_path), ModelSection()), ModelSection())

@@ -20,7 +20,7 @@ from tests.tiny import CHATML
 from tests.unit.test_data_chat import THINKING, trained_texts
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.conversations import LOST_REASONING, LOST_SYSTEM, ChatEncoder, find_chat_template, render_prompt
+from trainer.data.conversations import LOST_REASONING, LOST_SYSTEM, ChatEncoder, load_chat_template, render_prompt
 from trainer.data.formats import RecordFormat
 from trainer.data.marks import TURN_KEY, mark_template, read_marks
 from trainer.data.records import Turns, read_record
@@ -351,8 +351,8 @@ def test_tools_choose_the_template_of_that_name() -> None:
     tokenizer = make_tokenizer(CHATML, "<|im_end|>")
     tool_use = THINKING.replace("{%- if tools %}", "{%- if tools | length %}")  # not for conversations without
     tokenizer.chat_template = {"default": CHATML, "tool_use": tool_use}
-    assert find_chat_template(tokenizer, None) == CHATML
-    assert find_chat_template(tokenizer, None, for_tools=True) == tool_use
+    assert load_chat_template(tokenizer, None) == CHATML
+    assert load_chat_template(tokenizer, None, for_tools=True) == tool_use
     encoder = ChatEncoder(tokenizer, CHATML, ("assistant",), None, tool_template=tool_use)
     with_tools, without = encoder.encode(
         [Turns(CONVERSATIONS["tools"], [TOOL]), Turns(CONVERSATIONS["system"])], ["record 1", "record 2"]

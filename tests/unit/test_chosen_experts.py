@@ -14,7 +14,7 @@ from tests.mixtures import store_dequantised
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, ZeroSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.model.expert_layers import expert_modules
+from trainer.model.expert_layers import find_expert_modules
 from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, start_engine
 from trainer.parallel.engine.optimizer import build_optimizer
 
@@ -39,7 +39,7 @@ def watched(model: Any) -> Iterator[Choices]:
         whole = [each for each in tensors if not each.is_floating_point()]
         found.extend(each.clone() for each in (whole or [each != 0 for each in tensors]))
 
-    hooks = [each.register_forward_pre_hook(record, with_kwargs=True) for each in expert_modules(model).values()]
+    hooks = [each.register_forward_pre_hook(record, with_kwargs=True) for each in find_expert_modules(model).values()]
     yield found
     for hook in hooks:
         hook.remove()

@@ -22,7 +22,7 @@ from benchmarks.compare.report import result_tables, statements, write_results
 from benchmarks.compare.results import Comparison, Result, compute_t_interval, compute_t_quantile, read_results
 from benchmarks.compare.trials import Setting, Trial
 from trainer.config import UserError, load_config
-from trainer.contract.folder_lock import FolderLost
+from trainer.contract.folder_lock import FolderLostError
 
 CONFIG = """
 base_model: some/model
@@ -381,7 +381,7 @@ def test_results_of_other_data_are_refused(config: Path) -> None:
     ("error", "code", "said"),
     [
         (UserError("lora.r=0: too small"), 2, "error: lora.r=0: too small"),
-        (FolderLost("output_dir=x: taken over"), 1, "error: output_dir=x: taken over"),
+        (FolderLostError("output_dir=x: taken over"), 1, "error: output_dir=x: taken over"),
         (RuntimeError("a shape"), 1, "error: RuntimeError: a shape"),
     ],
 )

@@ -56,7 +56,7 @@ class Loop:
             loss = loss_sum / tokens + self.steering.penalty(step)
             self.lambdas.append(self.steering.lambda_)
             loss.backward()
-            self.steering.observe(step, loss_sum, tokens, self.steering.measured_local())
+            self.steering.observe(step, loss_sum, tokens, self.steering.get_local_contribution())
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -155,7 +155,7 @@ def test_a_step_without_target_tokens_measures_nothing() -> None:
     loop = Loop()
     loop.run(1, 1)
     loop.steering.penalty(2)
-    loop.steering.observe(2, torch.zeros(()), 0, loop.steering.measured_local())
+    loop.steering.observe(2, torch.zeros(()), 0, loop.steering.get_local_contribution())
     lambda_ = loop.steering.lambda_
     loop.run(3, 3)
     assert loop.lambdas[-1] == lambda_ and len(loop.steering.records) == 1
@@ -180,14 +180,14 @@ def test_a_fault_stops_the_run_with_its_step(poison: str) -> None:
         loop.run(3, 3)
     else:
         loop.steering.penalty(3)
-        loop.steering.observe(3, torch.tensor(math.nan), 22, loop.steering.measured_local())
+        loop.steering.observe(3, torch.tensor(math.nan), 22, loop.steering.get_local_contribution())
     with pytest.raises(ScuError, match="step 3 has a loss sum of"):
         loop.run(4, 4)
 
 
 def test_measuring_before_the_term_is_a_fault() -> None:
     with pytest.raises(ScuError, match="before penalty"):
-        steer(adapted()).measured_local()
+        steer(adapted()).get_local_contribution()
 
 
 def test_metrics_have_tensorboards_names() -> None:
@@ -380,7 +380,7 @@ def test_a_step_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             (loss_sum + steering.penalty(step)).backward()
-            steering.observe(step, loss_sum.detach(), 22, steering.measured_local())
+            steering.observe(step, loss_sum.detach(), 22, steering.get_local_contribution())
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [record["step"] for record in steering.records] == [1, 2]

@@ -12,10 +12,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import UserError
-from trainer.data.batches import IGNORED, Batches, MicroBatch, StreamBatches, collate, evaluation_batches, merge_batches
+from trainer.data.batches import (
+    IGNORED,
+    Batches,
+    MicroBatch,
+    StreamBatches,
+    collate,
+    iterate_evaluation_batches,
+    merge_batches,
+)
 from trainer.data.grouping import pack_best_fit
 from trainer.data.samples import Sample, Samples, SampleStream, join_samples
-from trainer.data.step_count import steps_per_epoch
+from trainer.data.step_count import compute_steps_per_epoch
 
 PAD = 0
 
@@ -149,7 +157,7 @@ def test_every_rank_count_takes_the_same_samples_in_the_same_steps(count: int) -
             for rank in range(world_size)
         ]
         offset, found = 0, []
-        for _ in range(steps_per_epoch(len(ranks[0].samples), ranks[0].global_batch_size)):
+        for _ in range(compute_steps_per_epoch(len(ranks[0].samples), ranks[0].global_batch_size)):
             parts = [rank.step_batches(3, offset) for rank in ranks]
             assert {len(micro) for micro, _ in parts} == {accumulation}
             assert len({consumed for _, consumed in parts}) == 1
@@ -166,7 +174,7 @@ def test_every_rank_count_takes_the_same_samples_in_the_same_steps(count: int) -
 def test_the_last_step_is_kept_and_filled_with_dummies() -> None:
     samples = stored([document(number, 3) for number in range(1, 6)])
     ranks = [batches(samples, accumulation=2, rank=rank, world_size=2, shuffle=False) for rank in range(2)]
-    assert steps_per_epoch(len(ranks[0].samples), 4) == 2 and ranks[0].global_batch_size == 4
+    assert compute_steps_per_epoch(len(ranks[0].samples), 4) == 2 and ranks[0].global_batch_size == 4
     (first, second), (other_first, other_second) = (rank.step_batches(0, 4)[0] for rank in ranks)
     assert ranks[0].step_batches(0, 4)[1] == ranks[1].step_batches(0, 4)[1] == 1
     assert first.input_ids.tolist() == [[500, 501, 502]]
@@ -206,7 +214,11 @@ def test_packs_are_joined_from_their_documents() -> None:
 def test_evaluation_gives_every_rank_the_same_number_of_batches(count: int, world_size: int) -> None:
     samples = stored([document(number, 2 + number % 3) for number in range(1, count + 1)])
     ranks = [
-        list(evaluation_batches(samples, batch_size=2, rank=rank, world_size=world_size, pad_token_id=PAD, flat=False))
+        list(
+            iterate_evaluation_batches(
+                samples, batch_size=2, rank=rank, world_size=world_size, pad_token_id=PAD, flat=False
+            )
+        )
         for rank in range(world_size)
     ]
     assert {len(rank) for rank in ranks} == {-(-count // (2 * world_size))}

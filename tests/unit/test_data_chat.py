@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from tests.tiny import CHATML
 from trainer.config import UserError
-from trainer.data.conversations import ChatEncoder, find_chat_template
+from trainer.data.conversations import ChatEncoder, load_chat_template
 from trainer.data.formats import RecordFormat
 from trainer.data.records import Text, Turns, read_record
 from trainer.data.tokens import EncodedDocument, encode_spans, encode_texts
@@ -368,22 +368,22 @@ def test_a_template_that_does_not_compile_names_itself(tokenizer: PreTrainedToke
     with pytest.raises(UserError, match=r"cannot be rendered \(rendering takes more than 3 seconds\)"):
         encode(tokenizer, nested, TALK)
     with pytest.raises(UserError, match="chat_template: empty"):
-        find_chat_template(tokenizer, " ")
+        load_chat_template(tokenizer, " ")
 
 
 def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(WORDS)
-    assert find_chat_template(tokenizer, None) == CHATML
-    assert find_chat_template(tokenizer, WORDS) == WORDS
-    assert find_chat_template(tokenizer, str(file)) == WORDS
+    assert load_chat_template(tokenizer, None) == CHATML
+    assert load_chat_template(tokenizer, WORDS) == WORDS
+    assert load_chat_template(tokenizer, str(file)) == WORDS
     with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: neither a template nor an existing"):
-        find_chat_template(tokenizer, "missing.jinja")
+        load_chat_template(tokenizer, "missing.jinja")
     with pytest.raises(UserError, match=r"chat_template=.*: is a folder; restore or replace the file"):
-        find_chat_template(tokenizer, str(tmp_path))
+        load_chat_template(tokenizer, str(tmp_path))
     file.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"chat_template=.*: line 1: byte 0xe9 is not UTF-8; save it as UTF-8 text"):
-        find_chat_template(tokenizer, str(file))
+        load_chat_template(tokenizer, str(file))
 
 
 # Turns with fields that are not read.

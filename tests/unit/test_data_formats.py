@@ -10,7 +10,7 @@ import pytest
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import detect_format
 from trainer.data.pairs import read_pair, read_unpaired
-from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, find_prompt_form, read_record
+from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, find_prompt_format, read_record
 
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "Because."}
@@ -302,7 +302,7 @@ def test_knows_what_it_did_not_read(name: str) -> None:
 def test_the_form_of_prompts(record: dict[str, Any], settings: dict[str, Any], form: str | None) -> None:
     source = SourceSection(path="data.jsonl", **settings)
     fmt = detect_format(source, list(record), record, "dataset", has_chat_template=False)
-    assert find_prompt_form(fmt, record) == form
+    assert find_prompt_format(fmt, record) == form
     if form not in (None, PLAIN_TEXT) and "r" not in record:
         example = read_record(record, fmt, "", "S")
         assert isinstance(example, Text) and form is not None

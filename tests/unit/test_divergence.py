@@ -267,7 +267,7 @@ class Loop:
             loss = loss_sum / 22 + self.steering.penalty(step)
             self.lambdas.append(self.steering.lambda_)
             loss.backward()
-            self.steering.observe(step, loss_sum, 22, self.steering.measured_local())
+            self.steering.observe(step, loss_sum, 22, self.steering.get_local_contribution())
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -326,7 +326,7 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
     loop.run(1, 2)
     next(p for n, p in loop.model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
     loop.steering.penalty(3)
-    loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.measured_local())
+    loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.get_local_contribution())
     with pytest.raises(ScuError, match=r"step 3 has .* for the divergence from the base"):
         loop.steering.settle()
 

@@ -26,7 +26,7 @@ from launcher.supervision.build_locks import remove_stale_locks
 from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
-from trainer.config import DatasetSection, RunConfig, TrainingSection, collective_timeout
+from trainer.config import DatasetSection, RunConfig, TrainingSection, compute_collective_timeout
 from trainer.contract.json_records import MARK, Check
 from trainer.parallel.ranks.agreement import Report, find_differences
 
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_fails() -> None:
 def test_torch_gives_a_collective_up_after_the_watchdog_could_have_spoken(
     hang: float, collectives: float, in_force: float
 ) -> None:
-    assert collective_timeout(TrainingSection(hang_timeout=hang, timeout_minutes=collectives)) == in_force
+    assert compute_collective_timeout(TrainingSection(hang_timeout=hang, timeout_minutes=collectives)) == in_force
 
 
 def test_a_model_with_a_missing_shard_or_without_data_fails(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import atexit, logging, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from trainer.parallel.ranks.group import end_process
+from trainer.parallel.ranks.group import exit_process
 
 pool = ThreadPoolExecutor(2)  # left open, as libraries leave theirs
 pool.submit(print, "submitted").result()
@@ -16,16 +16,16 @@ slow = pool.submit(lambda: (time.sleep(0.3), print("finished")))
 threading.Thread(target=lambda: (time.sleep(0.2), print("joined"))).start()
 atexit.register(print, "at exit")
 sys.stdout.write("last words")  # no line end: still in the buffer
-end_process(7)
+exit_process(7)
 """
 
 UNDER_MPI = """
 import sys
 sys.modules["mpi4py.MPI"] = sys
-from trainer.parallel.ranks.group import end_process
+from trainer.parallel.ranks.group import exit_process
 
 try:
-    end_process(3)
+    exit_process(3)
 except SystemExit as error:
     print("left", error.code)
 """

@@ -14,7 +14,7 @@ from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
 from tests.saved_adapters import save_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter
+from trainer.model.adapter import GradientCheck, apply_adapter, summarize_adapted_layers
 from trainer.model.base import load_base_model
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
@@ -97,7 +97,7 @@ def trained(model: Any, parameters: list[Any], steps: int = STEPS) -> list[float
 def test_losses_and_factors_are_those_of_plain_peft(model_type: str, tmp_path: Path) -> None:
     lora = LoraSection(**LORA)
     ours = apply_adapter(base_of(model_type), lora, torch.float32)
-    assert {layer.name for layer in adapted_layers(ours)} >= {"experts.gate_up_proj", "experts.down_proj"}
+    assert {layer.name for layer in summarize_adapted_layers(ours)} >= {"experts.gate_up_proj", "experts.down_proj"}
     assert all(any(words in line for words in LEFT_OUT) for line in describe_unadapted_layers(ours, lora))
     begin = saved(ours, tmp_path / "begin", moved=False)
     plain = PeftModel.from_pretrained(base_of(model_type), begin, is_trainable=True)

@@ -1,4 +1,4 @@
-"""Every way in which a file can be damaged gives an UnreadableFile with one line, and never another exception."""
+"""Every way in which a file can be damaged gives an UnreadableFileError with one line, and never another exception."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from trainer.config.files import UnreadableFile, read_json, read_safetensors_header, read_text
+from trainer.config.files import UnreadableFileError, read_json, read_safetensors_header, read_text
 
 DAMAGED_JSON = {
     "latin-1": "Köln".encode("latin-1"),
@@ -27,7 +27,7 @@ DAMAGED_JSON = {
 def test_damaged_json_is_one_line(tmp_path: Path, name: str) -> None:
     path = tmp_path / "record.json"
     path.write_bytes(DAMAGED_JSON[name])
-    with pytest.raises(UnreadableFile) as caught:
+    with pytest.raises(UnreadableFileError) as caught:
         read_json(path, dict[str, int])
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
@@ -41,7 +41,7 @@ def test_json_of_the_right_shape_is_returned(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, problem in (("pipe", "not a regular file"), (".", "is a folder")):
-        with pytest.raises(UnreadableFile, match=problem):
+        with pytest.raises(UnreadableFileError, match=problem):
             read_text(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read_text(tmp_path / "missing")
@@ -73,10 +73,10 @@ def test_header_lengths_cover_the_byte_of_a_pickle(tmp_path: Path) -> None:
 def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "adapter_model.safetensors"
     torch.save({"a": torch.ones(2)}, path)
-    with pytest.raises(UnreadableFile, match="only safetensors files are loaded"):
+    with pytest.raises(UnreadableFileError, match="only safetensors files are loaded"):
         read_safetensors_header(path)
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnreadableFile, match="only safetensors files are loaded"):
+    with pytest.raises(UnreadableFileError, match="only safetensors files are loaded"):
         read_safetensors_header(path)
 
 
@@ -86,7 +86,7 @@ def test_random_bytes_are_one_line(tmp_path_factory: pytest.TempPathFactory, con
     path = tmp_path_factory.mktemp("bytes") / "f"
     path.write_bytes(len(content).to_bytes(8, "little") + content if framed else content)
     for read in (read_safetensors_header, read_json):
-        with pytest.raises(UnreadableFile):
+        with pytest.raises(UnreadableFileError):
             read(path)
 
 
@@ -100,5 +100,5 @@ def test_any_json_as_a_header_is_one_line(tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("json") / "f"
     content = json.dumps({"a": value}).encode()
     path.write_bytes(len(content).to_bytes(8, "little") + content)
-    with pytest.raises(UnreadableFile):
+    with pytest.raises(UnreadableFileError):
         read_safetensors_header(path)

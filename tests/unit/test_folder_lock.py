@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from trainer.config import UserError
-from trainer.config.files import UnreadableFile
+from trainer.config.files import UnreadableFileError
 from trainer.contract import folder_lock as module
 from trainer.contract.folder_lock import (
     JOB_VARIABLES,
     FolderLock,
-    FolderLost,
+    FolderLostError,
     Holder,
     check_not_locked,
     describe_live_holder,
@@ -158,7 +158,7 @@ def test_a_pipe_in_the_locks_place_is_one_message(tmp_path: Path) -> None:
     """Opening it would wait for a writer."""
     leave(tmp_path).unlink()
     os.mkfifo(get_lock_path(tmp_path))
-    with pytest.raises(UnreadableFile, match="is a pipe or device; move it away"):
+    with pytest.raises(UnreadableFileError, match="is a pipe or device; move it away"):
         describe_live_holder(tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_who_has_lost_the_folder_writes_nothing_more(tmp_path: Path) -> None:
     lock = take(tmp_path)
     lock.check()
     leave(tmp_path, token="t8")
-    with pytest.raises(FolderLost, match="taken over by another run by process 4711 on n7") as lost:
+    with pytest.raises(FolderLostError, match="taken over by another run by process 4711 on n7") as lost:
         lock.check()
     assert lost.value.exit_code == 1 and not lock.is_held
     beat = file_of(tmp_path).stat().st_mtime_ns
@@ -252,7 +252,7 @@ def test_a_lock_that_is_half_written_is_looked_at_until_it_says_whose_it_is(tmp_
             lock.check()
             assert lock.is_held
         else:
-            with pytest.raises(FolderLost):
+            with pytest.raises(FolderLostError):
                 lock.check()
 
 
@@ -277,7 +277,7 @@ def test_rank_0_holds_it_on_when_its_launcher_is_killed(tmp_path: Path, other: s
         take(tmp_path)
     rank_0.release()
     assert file_of(tmp_path).exists(), "the launcher's to give back"
-    with pytest.raises(FolderLost):
+    with pytest.raises(FolderLostError):
         FolderLock.join(tmp_path, "another")
 
 

@@ -12,7 +12,7 @@ import yaml
 from tests.cluster.hosts import needs_programs
 from tests.foreign_files import OURS, write_foreign_files
 from tests.tiny import make_model, write_chats
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 SCRIPTS = Path(sys.executable).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -58,8 +58,8 @@ def test_no_command_imports_a_file_of_the_working_folder(folder: Path, words: st
 
 
 LAUNCHERS = {
-    "deepspeed": f"deepspeed --num_gpus 2 --master_port {free_port()} --no_python zerolora-rank",
-    "torchrun": f"torchrun --nproc-per-node 2 --master-port {free_port()} --no-python zerolora-rank",
+    "deepspeed": f"deepspeed --num_gpus 2 --master_port {find_free_port()} --no_python zerolora-rank",
+    "torchrun": f"torchrun --nproc-per-node 2 --master-port {find_free_port()} --no-python zerolora-rank",
     "mpirun": "mpirun -np 2 --oversubscribe zerolora-rank",
     "zerolora train --launcher mpi": "zerolora train --launcher mpi --num-gpus 2",
 }
@@ -92,7 +92,16 @@ def test_what_a_dry_run_prints_imports_none_either(folder: Path) -> None:
 def test_a_rank_that_is_started_as_a_module_imports_nothing_more(folder: Path) -> None:
     """`torchrun -m` looks for trainer in the working directory, but for nothing that is imported after it."""
     mark = write_foreign_files(folder, ("ops", "launcher", "datasets"))
-    command = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "trainer.train", "c.yaml"]
+    command = [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(find_free_port()),
+        "-m",
+        "trainer.train",
+        "c.yaml",
+    ]
     done = run(command, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not mark.exists(), mark.read_text()

@@ -15,7 +15,7 @@ from tests.multimodal import MULTIMODAL
 from trainer.checkpoint.adapter_files import AdapterFormat
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model.adapter import apply_adapter
-from trainer.model.base import empty_model
+from trainer.model.base import build_empty_model
 from trainer.model.older_names import map_loaded_names
 from trainer.model.targets import Targets
 from trainer.parallel.engine.flat_adapter import list_trained_parameters
@@ -33,7 +33,7 @@ def config_of(name: str) -> Any:
     for more in ({}, GROUPS, GROUPS | LATENT):
         try:
             config = AutoConfig.for_model(name, **(SMALL | EXPERTS | more))
-            empty_model(config, ModelSection())
+            build_empty_model(config, ModelSection())
             return config
         except Exception as error:  # each family has settings that it cannot be built with
             reason = error
@@ -44,12 +44,12 @@ def lost(name: str, folder: Path, **lora: Any) -> tuple[list[str], list[str]]:
     """Tensors that PEFT misses in the model or in the file, where ours has written the file. No value is computed."""
     config = config_of(name)
     with torch.device("meta"):
-        ours = apply_adapter(empty_model(config, ModelSection()), LoraSection(r=2, **lora), torch.float32)
+        ours = apply_adapter(build_empty_model(config, ModelSection()), LoraSection(r=2, **lora), torch.float32)
     form = AdapterFormat.from_model(ours, [path for path, _ in list_trained_parameters(ours)])
     shapes = {stored: value.shape for stored, value in form.build_tensors(dict(ours.named_parameters())).items()}
     save_file({stored: torch.zeros(shape) for stored, shape in shapes.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(form.settings)
-    base = empty_model(config, ModelSection())
+    base = build_empty_model(config, ModelSection())
     plain = get_peft_model(base, LoraConfig.from_pretrained(folder), low_cpu_mem_usage=True)
     result: Any = plain.load_adapter(str(folder), "default", low_cpu_mem_usage=True)
     return result.missing_keys, result.unexpected_keys
@@ -69,7 +69,7 @@ def test_peft_takes_every_tensor_of_some_layers(name: str, tmp_path: Path) -> No
 def test_transformers_still_renames_what_it_has_renamed() -> None:
     """`mlp.shared_expert.` is a pattern with a final `.` that matches all: remove names_in_file when this fails."""
     name = "base_model.model.model.layers.1.mlp.shared_experts.up_proj.lora_A.weight"
-    model = empty_model(config_of("laguna"), ModelSection())
+    model = build_empty_model(config_of("laguna"), ModelSection())
     assert map_loaded_names(model, [name])[name] == name.replace("shared_experts.", "shared_experts..")
 
 
@@ -100,7 +100,7 @@ def test_settings_that_mean_other_layers_are_refused_before_training(
     def write(adapted: Any, *_: Any) -> None:
         adapted.peft_config["default"].target_modules = set(wrong)
 
-    model = empty_model(config_of("llama"), ModelSection())
+    model = build_empty_model(config_of("llama"), ModelSection())
     paths = [path for path, _ in model.named_modules() if path.endswith(("q_proj", "k_proj"))]
     monkeypatch.setattr("trainer.model.adapter.resolve_targets", lambda *_: Targets(tuple(paths), (), (), 2))
     monkeypatch.setattr("trainer.model.adapter.set_saved_targets", write)
@@ -110,6 +110,6 @@ def test_settings_that_mean_other_layers_are_refused_before_training(
 
 def test_names_that_peft_would_not_find_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.model.older_names.map_loaded_names", lambda model, names: {})
-    model = empty_model(config_of("laguna"), ModelSection())
+    model = build_empty_model(config_of("laguna"), ModelSection())
     with pytest.raises(UserError, match="PEFT could not reload 36 of 36 tensors"):
         apply_adapter(model, LoraSection(r=2), torch.float32)

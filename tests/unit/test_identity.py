@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands import chat, evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.commands.prepare_run import main as prepare
@@ -258,14 +258,14 @@ def test_an_adapter_of_more_layers_is_refused(run_dir: Path, ground: Path, tmp_p
     unrecorded(run_dir)
     shorter = find_run(run_dir, str(make_model(tmp_path / "shorter", layers=1)), allow_mismatch=True)
     with pytest.raises(UserError, match=r"14 of the 28 tensors of the adapter match no layer .*first: .*layers\.1\."):
-        load_trained(shorter, load_saved_tokenizer(shorter), torch.device("cpu"))
+        load_trained_model(shorter, load_saved_tokenizer(shorter), torch.device("cpu"))
     with pytest.raises(UserError, match="14 of the 28 tensors"):
         export.export(shorter, "vllm", tmp_path / "out")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     edit(run_dir / "adapter_config.json", target_modules=names)
     longer = find_run(run_dir, str(make_model(tmp_path / "longer", layers=3)), allow_mismatch=True)
     with pytest.raises(UserError, match=r"14 tensors of the adapted model are not in the file .*first: .*layers\.2\."):
-        load_trained(longer, load_saved_tokenizer(longer), torch.device("cpu"))
+        load_trained_model(longer, load_saved_tokenizer(longer), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("command", ["merge", "eval", "generate", "export"])
@@ -323,7 +323,7 @@ def load(folder: Path) -> int:
 
     def load_adapter() -> None:
         run = find_run(folder)
-        load_trained(run, load_saved_tokenizer(run), torch.device("cpu"))
+        load_trained_model(run, load_saved_tokenizer(run), torch.device("cpu"))
 
     def resume() -> None:
         if folder.name.startswith("checkpoint-"):

@@ -47,7 +47,7 @@ def adapter(folder: Path, shape: str, *, only: tuple[str, ...] = ("",)) -> tuple
     draw = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     updates: dict[str, Tensor] = {}
-    for path in model.usual_targets():
+    for path in model.list_default_targets():
         if not path.endswith(only):
             continue
         layer: Any = model.get_submodule(path)

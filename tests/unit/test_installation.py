@@ -18,7 +18,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
-from trainer.patches.installation import PatchPlan, install_on_adapted, install_on_base
+from trainer.patches.installation import PatchPlan, install_on_adapted_model, install_on_base_model
 from trainer.patches.replace import undo
 
 CPU = torch.device("cpu")
@@ -90,14 +90,14 @@ def test_all_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     attention, before = base.config._attn_implementation, state_of(of_base)
     asked = wanted(folder, shards=shards)
 
-    assert any("element-wise operators: " in line for line in install_on_base(base, asked))
+    assert any("element-wise operators: " in line for line in install_on_base_model(base, asked))
     assert base.config._attn_implementation != attention
     assert {"forward", "apply_rotary_pos_emb"} <= differences(before, state_of(of_base))
 
     model = apply_adapter(base, LoraSection(r=4), torch.float32)
     adapted = [module for module in model.modules() if module not in of_base]
     before_adapted = state_of(adapted)
-    install_on_adapted(model, asked)
+    install_on_adapted_model(model, asked)
     assert differences(before_adapted, state_of(adapted)) >= {"forward", "_forward_pre_hooks", "layer_shards"}
     changed = differences(before, state_of(of_base))
     assert {"_gradient_checkpointing_func", "_forward_hooks", "gradient_checkpointing"} <= changed

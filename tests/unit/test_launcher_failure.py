@@ -14,10 +14,10 @@ from launcher.supervision.failure_report import (
     find_last_traceback,
     read_log_sizes,
 )
-from trainer.checkpoint.background import SaveFailed
+from trainer.checkpoint.background import SaveError
 from trainer.config import UserError
 from trainer.contract.heartbeat import clear_heartbeats
-from trainer.contract.rank_errors import OtherRankFailed, RankError, read_errors
+from trainer.contract.rank_errors import OtherRankError, RankError, read_errors
 
 CHAINED = """\
 some line
@@ -114,8 +114,8 @@ def test_the_rank_with_its_own_error_is_blamed(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_rank_that_could_not_write_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks agree on how a checkpoint was written, and all of them raise."""
-    heard = "OtherRankFailed: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
-    RankError.from_exception(0, OtherRankFailed(heard)).write(tmp_path)
+    heard = "OtherRankError: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
+    RankError.from_exception(0, OtherRankError(heard)).write(tmp_path)
     (tmp_path / "rank-0.log").write_text(OWN.replace("ValueError: own mistake", heard))
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
@@ -184,7 +184,7 @@ def test_a_user_error_is_not_retried(tmp_path: Path) -> None:
     leave_beat(tmp_path, 0)
     (tmp_path / "rank-0.log").write_text("error: printed by a library\n")
     assert not Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
-    RankError.from_exception(0, SaveFailed("no room")).write(tmp_path)
+    RankError.from_exception(0, SaveError("no room")).write(tmp_path)
     assert Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
 
 

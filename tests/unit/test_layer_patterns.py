@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from tests.families import tiny_family
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.memory.model_widths import read_shapes
-from trainer.model.adapter import adapted_layers, apply_adapter
+from trainer.model.adapter import apply_adapter, summarize_adapted_layers
 from trainer.model.base import load_model_config
 from trainer.model.targets import check_targets
 
@@ -93,7 +93,7 @@ def test_experts_go_by_expressions_of_their_usual_names() -> None:
     lora = LoraSection(r=4, target_modules=r".*\.experts\.\*\.(gate|up)_proj", rank_pattern={"experts.gate_up_proj": 2})
     check_targets(tiny_family("qwen3_moe"), lora)
     adapted = apply_adapter(tiny_family("qwen3_moe"), lora, torch.float32)
-    assert [layer.name for layer in adapted_layers(adapted)] == ["experts.gate_up_proj"]
+    assert [layer.name for layer in summarize_adapted_layers(adapted)] == ["experts.gate_up_proj"]
     assert {each.shape[1] for name, each in adapted.named_parameters() if "lora_A" in name} == {2}
 
 
@@ -132,7 +132,7 @@ def test_ranks_and_scales_of_their_own_train_as_in_peft(settings: dict[str, Any]
         merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
         with torch.no_grad():
             expected = again(tokens).logits
-            for model in (load_trained(run, load_saved_tokenizer(run), CPU), merged):
+            for model in (load_trained_model(run, load_saved_tokenizer(run), CPU), merged):
                 torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-5)
 
 
@@ -168,5 +168,5 @@ def test_biases_of_an_adapter_that_cannot_be_merged_are_told_at_the_start(biased
         run, tokens = find_run(tmp_path / "run"), torch.arange(5, 25)[None]
         merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
         with torch.no_grad():
-            expected = load_trained(run, load_saved_tokenizer(run), CPU)(tokens).logits
+            expected = load_trained_model(run, load_saved_tokenizer(run), CPU)(tokens).logits
             torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=1e-5)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.tiny import make_tokenizer
 from tests.unit.test_after_run import make_run
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
 from trainer.config import ModelSection
 from trainer.model import mxfp4
@@ -45,7 +45,7 @@ def test_experts_that_were_not_adapted_are_the_bases_to_the_bit(
     assert config.quantization_config == json.loads((output / "config.json").read_text())["quantization_config"]
     assert check_weights(str(output), ModelSection(), config) == []
     merged = load_base_model(str(output), ModelSection(), dtype=torch.float32, device=CPU, attention="eager")
-    adapted = load_trained(run, load_saved_tokenizer(run), CPU)
+    adapted = load_trained_model(run, load_saved_tokenizer(run), CPU)
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-5)
 

@@ -10,7 +10,7 @@ import pytest
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, write_chats
 from trainer.config import UserError, load_config
-from trainer.config.errors import LONGEST_LINE, MAX_LINES, UserErrors, one_line
+from trainer.config.errors import LONGEST_LINE, MAX_LINES, UserErrors, format_one_line
 from trainer.config.messages import list_setting_names
 from trainer.setup.preflight import prepare
 
@@ -98,9 +98,9 @@ def test_long_words_on_the_command_line(
 
 
 def test_the_beginning_and_the_end_of_a_message_stay() -> None:
-    line = one_line(f"lora.r={'9' * 2_000}: {'must be a whole number ' * 100}; use 16")
+    line = format_one_line(f"lora.r={'9' * 2_000}: {'must be a whole number ' * 100}; use 16")
     assert line.startswith("lora.r=999") and line.endswith("; use 16") and len(line) == LONGEST_LINE
-    assert one_line("as it\n  stands") == "as it stands"
+    assert format_one_line("as it\n  stands") == "as it stands"
 
 
 def test_more_mistakes_than_anyone_reads_are_counted() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.contract.rank_arguments import encode_command, get_typed_command, resume_command
+from trainer.contract.rank_arguments import build_resume_command, encode_command, get_typed_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
 from trainer.monitor.report.write import format_end_summary
 
@@ -280,9 +280,9 @@ def test_the_command_that_resumes_a_run_can_be_pasted() -> None:
     typed = ["/x/bin/zerolora", "train", "my run.yaml", "resume_from_checkpoint=auto", "--num-gpus", "2"]
     inner = ["/x/trainer/train.py", "my run.yaml", encode_command(typed)]
     expected = "zerolora train 'my run.yaml' --num-gpus 2 training.resume_from_checkpoint=latest"
-    assert resume_command(inner, overwrites=False) == expected
-    assert resume_command(inner, overwrites=True) == f"{expected} output.overwrite=false"
-    by_torchrun = resume_command(["/x/trainer/train.py", "c.yaml"], overwrites=False)
+    assert build_resume_command(inner, overwrites=False) == expected
+    assert build_resume_command(inner, overwrites=True) == f"{expected} output.overwrite=false"
+    by_torchrun = build_resume_command(["/x/trainer/train.py", "c.yaml"], overwrites=False)
     assert by_torchrun == "the same command and training.resume_from_checkpoint=latest"
 
 

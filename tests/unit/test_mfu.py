@@ -6,7 +6,7 @@ import torch
 from trainer.config import LoraSection, ModelSection
 from trainer.data.batches import MicroBatch
 from trainer.model.adapter import apply_adapter, build_lora_config
-from trainer.model.base import empty_model, load_model_config
+from trainer.model.base import build_empty_model, load_model_config
 from trainer.monitor.hooks import FinishedStep
 from trainer.monitor.mfu import MfuMeter, StepFlops, find_peak_flops
 
@@ -19,7 +19,7 @@ def adapted(name: str = "random:tiny") -> torch.nn.Module:
     from accelerate import init_empty_weights
     from peft import get_peft_model
 
-    model = empty_model(load_model_config(name, ModelSection()), ModelSection())
+    model = build_empty_model(load_model_config(name, ModelSection()), ModelSection())
     with init_empty_weights():
         return get_peft_model(model, build_lora_config(LoraSection(r=R)))
 
@@ -76,7 +76,7 @@ def test_experts_count_by_how_many_a_token_visits() -> None:
             num_local_experts=4,
             num_experts_per_tok=visited,
         )
-        model = empty_model(config, ModelSection())
+        model = build_empty_model(config, ModelSection())
         model.requires_grad_(False)
         if r:
             model = apply_adapter(model, LoraSection(r=r, target_modules=("experts",)), torch.float32)

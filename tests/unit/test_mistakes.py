@@ -9,7 +9,7 @@ import yaml
 from trainer.config import UserError, load_config
 from trainer.config.errors import Mistake, UserErrors
 from trainer.config.messages import list_setting_names
-from trainer.config.scu_flags import build_settings, load_flags, parse
+from trainer.config.scu_flags import build_settings, load_flag_config, parse
 
 GOOD: dict[str, Any] = {"base_model": "some/model", "output_dir": "runs/x", "dataset.path": "data.jsonl"}
 # Combinations that cannot work: their settings, and the beginning of the line.
@@ -111,7 +111,7 @@ def test_a_flag_of_the_guide_is_named_only_for_its_own_setting(tmp_path: Path) -
     path = tmp_path / "scu.yaml"
     path.write_text(yaml.safe_dump(build_settings(options, "d.jsonl", None)))
     with pytest.raises(UserErrors) as caught:
-        load_flags(path, options)
+        load_flag_config(path, options)
     named = {line.partition(":")[0] for line in caught.value.messages}
     assert named == {"--lora-r=0", "lora.rank_pattern.q_proj=0"}
 

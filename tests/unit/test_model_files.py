@@ -13,7 +13,7 @@ from tests.eight_bits import store_in_fp8
 from tests.families import FAMILIES, tiny_config
 from tests.runs_in_process import make_ground, train
 from trainer.config import ModelSection, UserError, load_config
-from trainer.model.base import empty_model
+from trainer.model.base import build_empty_model
 from trainer.model.expert_targets import check_experts_per_token
 from trainer.setup.text_run import read_model_files
 
@@ -109,7 +109,7 @@ def test_weights_at_an_absolute_path_are_outside_as_well(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "mixtral"])
 @pytest.mark.parametrize("visited", [0, 5])
 def test_a_token_cannot_visit_more_experts_than_there_are(kind: str, visited: int) -> None:
-    model = empty_model(tiny_config(kind, num_experts_per_tok=visited), ModelSection())
+    model = build_empty_model(tiny_config(kind, num_experts_per_tok=visited), ModelSection())
     with pytest.raises(
         UserError, match=f"^base_model=m: config.json has num_experts_per_tok={visited}, but the model "
     ):
@@ -119,7 +119,7 @@ def test_a_token_cannot_visit_more_experts_than_there_are(kind: str, visited: in
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_no_family_is_refused_for_its_experts(kind: str) -> None:
-    check_experts_per_token("m", empty_model(tiny_config(kind), ModelSection()))
+    check_experts_per_token("m", build_empty_model(tiny_config(kind), ModelSection()))
 
 
 def weight_of(value: float, name: str) -> Change:

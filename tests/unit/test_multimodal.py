@@ -15,8 +15,8 @@ from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load
 from trainer.data.samples import Samples
 from trainer.memory.planner import Planner
 from trainer.memory.preflight import plan_memory
-from trainer.model.adapter import GradientCheck, adapted_layers
-from trainer.model.base import empty_model, load_model_config
+from trainer.model.adapter import GradientCheck, summarize_adapted_layers
+from trainer.model.base import build_empty_model, load_model_config
 from trainer.model.targets import check_targets
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.ranks.group import Ranks
@@ -118,7 +118,7 @@ def test_text_trains_as_in_plain_peft_and_the_adapter_loads_onto_the_whole_model
         plain_losses(config, ranks=1, attention=None, device=CPU, excluded=TOWERS[name]), rel=RELATIVE
     )
     assert len({round(loss, 4) for loss in losses}) == 3, "nothing was learned that could differ"
-    assert sum(layer.count for layer in adapted_layers(model)) == TEXT_LAYERS.get(name, 4 * 7)
+    assert sum(layer.count for layer in summarize_adapted_layers(model)) == TEXT_LAYERS.get(name, 4 * 7)
     [line] = [line for line in lines if "receives no text" in line]
     assert line.startswith("without adapter: ") and "vis" in line
     save_adapter(model, tmp_path)
@@ -142,11 +142,11 @@ def test_packed_documents_stay_apart(name: str, root: Path) -> None:
 def test_excludes_and_lists_of_targets_work_beside_what_is_left_out(root: Path) -> None:
     lora = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0", "vision_tower"]}
     model, *_ = train(run_config(root, "gemma3", lora=lora))
-    assert {(layer.name, layer.count) for layer in adapted_layers(model)} == {("q_proj", 3), ("v_proj", 3)}
+    assert {(layer.name, layer.count) for layer in summarize_adapted_layers(model)} == {("q_proj", 3), ("v_proj", 3)}
 
 
 def test_a_name_that_is_only_beyond_the_language_model_is_refused(root: Path) -> None:
-    model = empty_model(load_model_config(str(root / "llama4"), ModelSection()), ModelSection())
+    model = build_empty_model(load_model_config(str(root / "llama4"), ModelSection()), ModelSection())
     with pytest.raises(UserError, match=r"lora.target_modules=fc1: is outside the language model"):
         check_targets(model, LoraSection(target_modules=("q_proj", "fc1")))
     with pytest.raises(UserError, match=r"lora.exclude_modules=mlp: matches no module"):

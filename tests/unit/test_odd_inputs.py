@@ -33,12 +33,12 @@ from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.evaluation_section import check_task_names
-from trainer.config.scu_flags import build_settings, load_flags, parse
+from trainer.config.scu_flags import build_settings, load_flag_config, parse
 from trainer.config.yaml_core import dump
 from trainer.config.zero import FIXED, KNOWN, SETTINGS, UNSUPPORTED
 from trainer.data.prompt_files import read_prompts
 from trainer.data.source_files import build_source
-from trainer.data.sources import find_local_path
+from trainer.data.sources import resolve_local_path
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers
@@ -327,7 +327,7 @@ def test_a_flag_of_the_guide_has_one_mistake(tmp_path: Path) -> None:
     options = parse(["--lora-r", "-1", "--output-dir", str(tmp_path / "run")])
     (tmp_path / "flags.yaml").write_text(dump(build_settings(options, "train.txt", None)))
     with pytest.raises(UserError) as caught:
-        load_flags(tmp_path / "flags.yaml", options)
+        load_flag_config(tmp_path / "flags.yaml", options)
     assert str(caught.value) == "--lora-r=-1: must be 1 or more"
 
 
@@ -630,7 +630,7 @@ def test_a_key_that_is_no_word_is_shown_as_yaml(key: str, shown: str, tmp_path: 
 def test_a_file_named_none_is_not_taken_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").mkdir()
-    assert find_local_path(build_source("none", "--data"), "--data") == tmp_path / "none"
+    assert resolve_local_path(build_source("none", "--data"), "--data") == tmp_path / "none"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"_data_files": [{}]}', '{"_data_files": 5}', "null"])

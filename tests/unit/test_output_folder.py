@@ -21,7 +21,7 @@ from trainer.checkpoint.run_record import (
     write_run_record,
 )
 from trainer.config import RunConfig, UserError
-from trainer.contract.whole_files import write_json, write_whole
+from trainer.contract.whole_files import write_json, write_text_atomic
 
 ROOT = Path(__file__).parents[2]
 
@@ -292,7 +292,7 @@ def test_a_full_disk_leaves_the_record_as_it_was(tmp_path: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
         with pytest.raises(OSError):
-            write_whole(record, "x" * 5000)
+            write_text_atomic(record, "x" * 5000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

@@ -16,7 +16,7 @@ from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import PackedExperts, build_experts_layout
 from trainer.model.streamed_weights import load_streamed
 from trainer.parallel.engine.linear_layers import find_expert_weights
-from trainer.patches.mamba import describe_unadapted
+from trainer.patches.mamba import describe_unadapted_weights
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -92,7 +92,7 @@ def test_parameters_are_counted_as_what_they_stand_for_and_packed_experts_are_li
     plain = apply_adapter(whole(folders["mixtral"]), lora, torch.float32)
     packed = apply_adapter(streamed(folders["mixtral"], QuantizationSection()), lora, torch.float32)
     assert count_parameters(packed) == count_parameters(plain)
-    [line] = describe_unadapted(packed)
+    [line] = describe_unadapted_weights(packed)
     assert line.startswith("without adapter, not linear layers: ")
     assert all(part in line for part in ("gate (2 of 4 x 64)", "experts.gate_up_proj (2 of 4 x 256 x 64)"))
 

@@ -16,7 +16,7 @@ from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merge import main as merge_main
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
@@ -24,15 +24,15 @@ from trainer.memory.decisions import Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import rounded_weight_bytes
 from trainer.model.adapter import apply_adapter
-from trainer.model.base import empty_model, load_base_model, load_model_config
-from trainer.model.integer_weights import IntegerForm, check_integer_targets, check_torchao, choose_integer_form
+from trainer.model.base import build_empty_model, load_base_model, load_model_config
+from trainer.model.integer_weights import IntegerFormat, check_integer_targets, check_torchao, choose_integer_format
 from trainer.model.random_weights import build_random_config
-from trainer.patches.fake_quantised_lora import compute_rounded
+from trainer.patches.fake_quantised_lora import install_fake_quantization
 
 pytest.importorskip("torchao", reason="needs torchao: pip install torchao compressed-tensors")
 
 CPU, SCALE = torch.device("cpu"), 1.5
-INT8, INT4 = IntegerForm("int8", None, torch.float32), IntegerForm("int4", 32, torch.float32)
+INT8, INT4 = IntegerFormat("int8", None, torch.float32), IntegerFormat("int4", 32, torch.float32)
 FORMS = pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
 LAYER = "model.layers.1.mlp.up_proj"
 
@@ -46,13 +46,13 @@ def factors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
     return x.requires_grad_(), weight, bias.requires_grad_(), down.requires_grad_(), up.requires_grad_()
 
 
-def by_torchao(merged: Tensor, form: IntegerForm) -> Tensor:
+def by_torchao(merged: Tensor, form: IntegerFormat) -> Tensor:
     """torchao's own fake quantisation, its gradient included, with scales that cut nothing off."""
     return rounded_by_torchao(merged, form.kind, form.group)
 
 
 @FORMS
-def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
+def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerFormat) -> None:
     _, weight, _, down, up = factors()
     rounded = fake_quantize(weight, down, up, SCALE, form.quantize)
     merged = (weight + SCALE * (up @ down)).detach()
@@ -64,7 +64,7 @@ def test_the_rounded_weight_is_torchaos_to_the_bit(form: IntegerForm) -> None:
 
 
 @FORMS
-def test_gradients_pass_straight_through(form: IntegerForm) -> None:
+def test_gradients_pass_straight_through(form: IntegerFormat) -> None:
     """By hand: dM = dY^T x as if nothing had been rounded, dB = s dM A^T, dA = s B^T dM; dX sees the rounded weight."""
     x, weight, bias, down, up = factors()
     y = fake_quantize_linear(x, weight, bias, down, up, SCALE, form.quantize)
@@ -80,7 +80,7 @@ def test_gradients_pass_straight_through(form: IntegerForm) -> None:
 
 
 @FORMS
-def test_dropout_changes_what_the_adapter_reads_and_not_what_is_rounded(form: IntegerForm) -> None:
+def test_dropout_changes_what_the_adapter_reads_and_not_what_is_rounded(form: IntegerFormat) -> None:
     """Against plain autograd with the same mask: y = x Q^T + s ((m - 1)*x) A^T B^T, and Q straight through."""
     x, weight, bias, down, up = factors()
     torch.manual_seed(5)
@@ -107,7 +107,7 @@ def test_dropout_changes_what_the_adapter_reads_and_not_what_is_rounded(form: In
 def test_in_16_bits_the_stored_numbers_are_the_computed_weight(form: str, dtype: torch.dtype) -> None:
     """Scales are rounded to 16 bits before weights are: a server multiplies in that type and gets the same bits."""
     _, weight, _, down, up = factors(dtype)
-    kind = IntegerForm("int8", None, dtype) if form == "int8" else IntegerForm("int4", 64, dtype)
+    kind = IntegerFormat("int8", None, dtype) if form == "int8" else IntegerFormat("int4", 64, dtype)
     values, scales = quantize_merged(weight, down, up, SCALE, kind.quantize)
     served = values.to(dtype).view(48, scales.shape[1], -1) * scales.to(dtype).unsqueeze(-1)
     assert torch.equal(scales, scales.to(dtype).float())
@@ -117,7 +117,7 @@ def test_in_16_bits_the_stored_numbers_are_the_computed_weight(form: str, dtype:
 
 
 @FORMS
-def test_the_last_bit_of_a_sum_decides_nothing_at_the_edge_of_a_group(form: IntegerForm) -> None:
+def test_the_last_bit_of_a_sum_decides_nothing_at_the_edge_of_a_group(form: IntegerFormat) -> None:
     """The largest weight of a group lies on a whole number, not between two: other devices sum in other orders."""
     merged = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     values, _ = form.quantize(merged)
@@ -153,20 +153,20 @@ def test_between_the_passes_only_the_input_and_the_parameters_are_kept() -> None
 
 def test_the_largest_group_that_divides_every_layer_is_taken() -> None:
     def group(*widths: int) -> int | None:
-        return choose_integer_form(
+        return choose_integer_format(
             "int4", {f"layer{width}": width for width in widths}, torch.bfloat16, setting="training.qat"
         ).group
 
     assert (group(4096, 11008), group(576, 1536), group(96)) == (128, 64, 32)
-    assert choose_integer_form("int8", {"a": 100}, torch.bfloat16, setting="training.qat").group is None
+    assert choose_integer_format("int8", {"a": 100}, torch.bfloat16, setting="training.qat").group is None
     with pytest.raises(
         UserError, match=r"training\.qat=int4: .* input width 100 of a\.b .*; use int8, .* lora\.exclude_modules: \[b\]"
     ):
-        choose_integer_form("int4", {"a.b": 100}, torch.bfloat16, setting="training.qat")
+        choose_integer_format("int4", {"a.b": 100}, torch.bfloat16, setting="training.qat")
 
 
 def test_experts_and_layers_that_are_not_linear_are_refused() -> None:
-    mixture = empty_model(build_random_config("random:olmoe-1b-7b"), ModelSection())
+    mixture = build_empty_model(build_random_config("random:olmoe-1b-7b"), ModelSection())
     with pytest.raises(UserError, match=r"training\.qat=int4: .* has experts, .* set lora\.experts: false"):
         check_integer_targets(mixture, LoraSection(), "int4")
     check_integer_targets(mixture, LoraSection(experts=False), "int4")
@@ -205,7 +205,10 @@ def test_disabled_adapters_leave_the_base_as_it_is(tmp_path: Path) -> None:
 
     ids = torch.arange(3, 43).view(2, 20)
     adapted = apply_adapter(base(), LoraSection(r=4), torch.float32)
-    assert "14 adapted layers (int4, a scale for each 64 weights)" in compute_rounded(adapted, "int4", torch.float32)[0]
+    assert (
+        "14 adapted layers (int4, a scale for each 64 weights)"
+        in install_fake_quantization(adapted, "int4", torch.float32)[0]
+    )
     with torch.no_grad(), adapted.disable_adapter():
         assert torch.equal(adapted(input_ids=ids).logits, base()(input_ids=ids).logits)
     with torch.no_grad():
@@ -265,7 +268,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(
         ["lm_head"],
     )
     run = find_run(folder)
-    trained = load_trained(run, load_saved_tokenizer(run), CPU)
+    trained = load_trained_model(run, load_saved_tokenizer(run), CPU)
     served = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")
     ids = torch.arange(3, 51).view(2, 24)
     with torch.no_grad():

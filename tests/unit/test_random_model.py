@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.model.base import context_length, empty_model, load_base_model, load_model_config, load_tokenizer
+from trainer.model.base import build_empty_model, context_length, load_base_model, load_model_config, load_tokenizer
 from trainer.model.published_shapes import find_shape, load_shapes
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def load(name: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("shape", load_shapes())
 def test_a_shape_has_the_parameters_of_the_published_model(shape: str) -> None:
     config = load_model_config(f"random:{shape}", ModelSection())
-    model = empty_model(config, ModelSection())
+    model = build_empty_model(config, ModelSection())
     model.tie_weights()
     count = sum(parameter.numel() for parameter in model.parameters())
     if shape in PARAMETERS:

@@ -10,8 +10,8 @@ from tests.engine import one_rank
 from tests.families import FAMILIES, save_family, tiny_config, tiny_family
 from tests.runs_in_process import make_ground, train
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, UserError, ZeroSection
-from trainer.model.adapter import adapted_layers, apply_adapter
-from trainer.model.base import context_length, empty_model, load_base_model
+from trainer.model.adapter import apply_adapter, summarize_adapted_layers
+from trainer.model.base import build_empty_model, context_length, load_base_model
 from trainer.model.expert_targets import find_expert_targets
 from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
@@ -46,7 +46,7 @@ def untrained_layers(model: Any, tokens: int) -> set[str]:
 @pytest.mark.parametrize("kind", LEFT_OUT)
 def test_what_cannot_learn_is_left_out_and_listed(kind: str) -> None:
     model = tiny_family(kind)
-    check_targets(empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2))
+    check_targets(build_empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2))
     assert untrained_layers(model, 200 if kind == "deepseek_v4" else 16) == set()
     adapted = apply_adapter(tiny_family(kind), LoraSection(r=2), torch.float32)
     lines = [line for line in describe_unadapted_layers(adapted, LoraSection(r=2)) if "the output head" not in line]
@@ -58,7 +58,7 @@ def test_what_cannot_learn_is_left_out_and_listed(kind: str) -> None:
 @pytest.mark.parametrize(("stage", "quant_type"), [(0, "nf4"), (0, "int8"), (3, None), (3, "nf4")])
 @pytest.mark.parametrize("kind", ["afmoe", "jetmoe"])
 def test_routers_are_left_out_however_a_base_is_loaded(kind: str, stage: int, quant_type: Any, tmp_path: Path) -> None:
-    expected = list(find_layers_to_adapt(empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2)))
+    expected = list(find_layers_to_adapt(build_empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2)))
     settings = build_deepspeed_config(TrainingSection(batch_size=1), ZeroSection(stage=3), "fp32", on_gpu=False)
     with one_rank(tmp_path):
         model = load_base_model(
@@ -94,12 +94,12 @@ def test_nothing_is_observed_of_a_model_whose_pass_fails(monkeypatch: pytest.Mon
 )
 def test_a_layer_that_cannot_learn_is_refused_by_name(kind: str, name: str, words: str) -> None:
     with pytest.raises(UserError, match=f"^lora.target_modules={name}: .*{words}"):
-        check_targets(empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2, target_modules=(name,)))
+        check_targets(build_empty_model(tiny_config(kind), ModelSection()), LoraSection(r=2, target_modules=(name,)))
 
 
 def test_a_name_of_more_layers_leaves_out_those_that_cannot_learn() -> None:
     lora = LoraSection(r=2, target_modules=("q_proj",))
-    model = empty_model(tiny_config("bart"), ModelSection())
+    model = build_empty_model(tiny_config("bart"), ModelSection())
     check_targets(model, lora)
     assert list(find_layers_to_adapt(model, lora)) == [f"model.decoder.layers.{n}.self_attn.q_proj" for n in range(2)]
     [line] = describe_unadapted_layers(apply_adapter(tiny_family("bart"), lora, torch.float32), lora)
@@ -108,7 +108,9 @@ def test_a_name_of_more_layers_leaves_out_those_that_cannot_learn() -> None:
 
 def test_a_router_gets_an_adapter_by_its_name() -> None:
     lora = LoraSection(r=2, target_modules=("router.gate",))
-    assert [layer.count for layer in adapted_layers(apply_adapter(tiny_family("afmoe"), lora, torch.float32))] == [3]
+    assert [
+        layer.count for layer in summarize_adapted_layers(apply_adapter(tiny_family("afmoe"), lora, torch.float32))
+    ] == [3]
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -97,7 +97,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     }
-    steps = ("install_on_base", "install_on_adapted", "install_on_engine")
+    steps = ("install_on_base_model", "install_on_adapted_model", "install_on_engine")
     called = {name for step in steps for name in _calls(local[step], local)}
     installed_by = {entry.installed_by.removeprefix("trainer.patches.") for entry in entries}
     ours = {name for name in installed_by if not name.startswith(("trainer.", "ops."))}

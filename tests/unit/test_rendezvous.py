@@ -7,7 +7,7 @@ import pytest
 from launcher.targets import slurm
 from trainer.config import UserError
 from trainer.contract import rendezvous
-from trainer.contract.rendezvous import free_port, parse_first_host, read_rank_variables, srun_rendezvous
+from trainer.contract.rendezvous import find_free_port, parse_first_host, read_rank_variables, read_srun_rendezvous
 from trainer.parallel.ranks.group import Ranks
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -68,31 +68,31 @@ def test_the_first_host_of_a_short_form(node_list: str, first: str) -> None:
 
 
 def test_srun_alone_gives_a_meeting_point() -> None:
-    assert srun_rendezvous({"SLURM_STEP_NODELIST": "gpu[7-9]", "SLURM_JOB_ID": "4567890"}) == ("gpu7", 17890)
+    assert read_srun_rendezvous({"SLURM_STEP_NODELIST": "gpu[7-9]", "SLURM_JOB_ID": "4567890"}) == ("gpu7", 17890)
 
 
 def test_launcher_and_rank_work_out_the_same_port() -> None:
     for job in (1, 19_999, 20_000, 123_456_789):
-        _, port = srun_rendezvous({"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": str(job)})
+        _, port = read_srun_rendezvous({"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": str(job)})
         assert port == slurm.Allocation(job, ("n1",), 1).port
         assert 10_000 <= port < 30_000
 
 
 def test_a_free_port_can_be_listened_on_and_is_no_outgoing_one() -> None:
     with socket.socket() as listener:
-        port = free_port()
+        port = find_free_port()
         listener.bind(("127.0.0.1", port))
     assert 10_000 <= port < 30_000
 
 
 def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as first:
-        first.bind(("", free_port()))
+        first.bind(("", find_free_port()))
         first.listen()
         taken = first.getsockname()[1]
-        tried = iter([taken, taken, free_port()])
+        tried = iter([taken, taken, find_free_port()])
         monkeypatch.setattr(rendezvous, "random_port", lambda: next(tried))
-        assert free_port() != taken
+        assert find_free_port() != taken
         monkeypatch.setattr(rendezvous, "random_port", lambda: taken)
         with pytest.raises(UserError, match="--master-port PORT, or set MASTER_PORT"):
-            free_port()
+            find_free_port()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
 from trainer.commands.serve import Server, build_command
 from trainer.config import ModelSection, UserError
@@ -33,7 +33,7 @@ def test_a_merged_model_has_the_scaling_it_was_trained_with(kind: str, tmp_path:
     written = json.loads((output / "config.json").read_text())
     assert written["max_position_embeddings"] == 1024
     assert {name: value for name, value in written["rope_parameters"].items() if name != "rope_theta"} == KINDS[kind]
-    adapted = load_trained(run, load_saved_tokenizer(run), torch.device("cpu"))
+    adapted = load_trained_model(run, load_saved_tokenizer(run), torch.device("cpu"))
     merged = AutoModelForCausalLM.from_pretrained(output)
     tokens = torch.randint(1, 200, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

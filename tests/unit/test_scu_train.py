@@ -17,7 +17,7 @@ from tests.cluster.hosts import needs_programs
 from tests.tiny import make_model, write_chats
 from trainer.config import RunConfig, load_config, scu_flags
 from trainer.contract.exit_codes import REPORT_DELAY_S
-from trainer.contract.rendezvous import free_port
+from trainer.contract.rendezvous import find_free_port
 
 CHECKOUT = Path(__file__).parents[2]
 LOG = scu_flags.LOG_FILE.name
@@ -350,7 +350,7 @@ GRANITE = (
 
 def start_of_ranks(launcher: str) -> list[str]:
     """What docs/lab/scu.md has before the flags, on a port of its own where other tests' ranks could have the usual."""
-    scripts, port = Path(sys.executable).parent, f"--master_port={free_port()}"
+    scripts, port = Path(sys.executable).parent, f"--master_port={find_free_port()}"
     module = ["-m", "trainer.scu_train"]
     older = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", port, *module]
     return {

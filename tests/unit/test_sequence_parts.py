@@ -9,10 +9,10 @@ from tests.families import tiny_config
 from trainer.config import ModelSection, RunConfig, UserError
 from trainer.data.batches import IGNORED, SequencePart, collate
 from trainer.data.samples import Sample
-from trainer.model.base import empty_model
+from trainer.model.base import build_empty_model
 from trainer.monitor.mfu import StepFlops
 from trainer.parallel.ranks.sequence_group import check_ranks
-from trainer.patches.packed_attention import check_shareable
+from trainer.patches.packed_attention import check_attention_shareable
 
 PAD = 9
 PACK = [
@@ -49,7 +49,7 @@ def test_the_last_token_of_a_part_predicts_the_first_of_the_next() -> None:
 
 def test_a_rank_counts_its_fraction_of_the_attention() -> None:
     """Half of the heads see the whole sequence on each of two ranks, whatever positions its own tokens have."""
-    flops = StepFlops(empty_model(tiny_config("llama"), ModelSection()))
+    flops = StepFlops(build_empty_model(tiny_config("llama"), ModelSection()))
     text = [Sample(list(range(64)), [True] * 64, [64])]
     whole = flops.count([collate(text, PAD, packed=True, flat=True)])
     first, second = (
@@ -82,12 +82,12 @@ def test_an_incomplete_group_of_ranks_is_refused() -> None:
 )
 def test_models_that_cannot_share_sequences_are_refused(kind: str, size: int, problem: str) -> None:
     with pytest.raises(UserError, match=f"^parallel.sequence={size}: .* {problem}"):
-        check_shareable(size, empty_model(tiny_config(kind), ModelSection()))
+        check_attention_shareable(size, build_empty_model(tiny_config(kind), ModelSection()))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe", "gemma3_text", "mistral", "deepseek_v3"])
 def test_models_with_plain_attention_share_sequences(kind: str) -> None:
-    check_shareable(2, empty_model(tiny_config(kind), ModelSection()))
+    check_attention_shareable(2, build_empty_model(tiny_config(kind), ModelSection()))
 
 
 def test_a_part_of_no_sample_is_padding() -> None:

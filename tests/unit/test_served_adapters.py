@@ -20,7 +20,7 @@ from tests.unit.test_gguf import make_saved
 from trainer.checkpoint.finished_run import attach_adapter, find_run, load_full_base, load_saved_tokenizer
 from trainer.commands.export.__main__ import export, main
 from trainer.config import RunConfig, UserError
-from trainer.model.base import match_vocabulary
+from trainer.model.base import resize_to_vocabulary
 from trainer.model.served_layers import list_serving_warnings
 from trainer.setup.text_run import read_model_files
 
@@ -47,13 +47,13 @@ def assert_served(run: Path, server: str, folder: Path) -> None:
         return model.eval()(input_ids=tokens, use_cache=False).logits
 
     base = load_full_base(found, torch.float32)
-    match_vocabulary(base, tokenizer)
+    resize_to_vocabulary(base, tokenizer)
     before = logits(base)
     if server == "peft":
         served = logits(PeftModel.from_pretrained(deepcopy(base), str(folder)))
     else:
         served = logits(serve(deepcopy(base), server, folder))
-    trained = logits(attach_adapter(base, tokenizer, found, in_32_bits=True))
+    trained = logits(attach_adapter(base, tokenizer, found, in_fp32=True))
     assert (trained - before).abs().max() > 1e-2
     torch.testing.assert_close(served, trained, rtol=1e-4, atol=1e-4)
 

@@ -18,7 +18,7 @@ for word in sys.argv[1:]:
     if word == "train":
         stop.training = True
     elif word == "agree":
-        stop.agree()
+        stop.agree_on_signal()
     else:
         os.kill(os.getpid(), getattr(signal, word))
 print("alive", bool(stop))
@@ -64,7 +64,7 @@ stop.training = True
 word = sys.argv[1 + dist.get_rank()]
 if word != "none":
     os.kill(os.getpid(), getattr(signal, word))
-stop.agree()
+stop.agree_on_signal()
 # One write: two ranks share the pipe.
 sys.stdout.write(f"rank {dist.get_rank()}: {stop.exit_code if stop else 0}\\n")
 sys.stdout.flush()

@@ -86,7 +86,7 @@ def test_now_and_then_is_nobody_slow() -> None:
 def test_own_time_is_that_of_the_block() -> None:
     stragglers = watch([])
     for _ in range(2):
-        with stragglers.own_time():
+        with stragglers.time_own_work():
             time.sleep(0.02)
     assert 0.04 <= stragglers._take_own_seconds() < 1.0
     assert stragglers._take_own_seconds() == 0.0

@@ -10,12 +10,12 @@ from trainer.config import AUTO, RunConfig, UserError
 from trainer.data.batches import Batches
 from trainer.data.samples import Samples
 from trainer.data.step_count import (
+    compute_steps_per_epoch,
     count_steps,
     describe_steps,
     list_step_warnings,
     resolve_eval_and_save_steps,
     resolve_global_batch,
-    steps_per_epoch,
     warmup_steps,
 )
 from trainer.parallel.engine.optimizer import build_schedule
@@ -45,7 +45,7 @@ def test_steps_are_counted_as_training_takes_them(
     assert count_steps(settings, samples, ranks) == steps
     if samples and settings.batch_size != AUTO and settings.max_steps is None:
         batches = batches_of(settings, samples, ranks)
-        epoch_steps = steps_per_epoch(len(batches.samples), batches.global_batch_size)
+        epoch_steps = compute_steps_per_epoch(len(batches.samples), batches.global_batch_size)
         assert steps == np.ceil(settings.epochs * epoch_steps)
         assert describe_steps(settings, samples, ranks).startswith(f"{steps} ({epoch_steps} an epoch), ")
 

@@ -17,16 +17,16 @@ from tests.tiny import make_model, make_tokenizer
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
 from tests.unit.test_stored_fp8 import run_config
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes
 from trainer.model.adapter import apply_adapter
-from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config
+from trainer.model.base import build_empty_model, check_weights, load_base_model, load_model_config
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import FrozenLinearGrouped, PackedExperts
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, parse_four_bit_form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat, parse_four_bit_format
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.parallel.engine.layer_gather.unit import find_slots
@@ -152,13 +152,13 @@ def test_the_estimate_counts_the_stored_bytes(root: Path, form: str, tmp_path: P
 
 def test_layers_that_config_json_leaves_out_are_known_by_each_rule() -> None:
     query, gate = QUERY, "model.layers.1.mlp.gate"
-    awq = FourBitForm("AWQ", 128, True, ("visual", "mlp.gate."))
+    awq = FourBitFormat("AWQ", 128, True, ("visual", "mlp.gate."))
     assert awq.holds(query) and not awq.holds("visual.blocks.0.attn.qkv") and not awq.holds("lm_head")
     rules = {"-:.*\\.mlp\\.gate$": {}, "+:.*down.*": {"group_size": 64}}
-    gptq = parse_four_bit_form(with_quantization(FORMS["gptq"] | {"dynamic": rules}))
-    assert isinstance(gptq, FourBitForm) and gptq.holds(query) and not gptq.holds(gate) and gptq.holds(f"{gate}_proj")
-    compressed = parse_four_bit_form(with_quantization(announced("nvfp4", ("lm_head", "re:.*mlp.gate$"))))
-    assert isinstance(compressed, FourBitForm) and compressed.holds(query) and not compressed.holds(gate)
+    gptq = parse_four_bit_format(with_quantization(FORMS["gptq"] | {"dynamic": rules}))
+    assert isinstance(gptq, FourBitFormat) and gptq.holds(query) and not gptq.holds(gate) and gptq.holds(f"{gate}_proj")
+    compressed = parse_four_bit_format(with_quantization(announced("nvfp4", ("lm_head", "re:.*mlp.gate$"))))
+    assert isinstance(compressed, FourBitFormat) and compressed.holds(query) and not compressed.holds(gate)
 
 
 def with_quantization(settings: dict[str, Any]) -> Any:
@@ -238,7 +238,7 @@ def test_weights_in_4_bits_are_not_trained_themselves(root: Path) -> None:
         check_kind(str(root / "awq"), model_config, all_trained=True)
     config = run_config(root / "awq", lora={"modules_to_save": ["q_proj"]})
     with pytest.raises(UserError, match=r"modules_to_save=q_proj: the weight of .* is stored in AWQ and cannot be"):
-        check_saved_modules(config, model_config, empty_model(model_config, ModelSection()))
+        check_saved_modules(config, model_config, build_empty_model(model_config, ModelSection()))
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
@@ -343,7 +343,7 @@ def test_merged_into_16_bits_or_the_same_format(form: str, tmp_path: Path, capsy
         torch.bfloat16
     )
     with torch.no_grad():
-        trained = load_trained(run, load_saved_tokenizer(run), CPU)(IDS).logits
+        trained = load_trained_model(run, load_saved_tokenizer(run), CPU)(IDS).logits
         torch.testing.assert_close(load(wide)(IDS).logits, trained, rtol=1e-4, atol=1e-5)
     capsys.readouterr()
     stored = merge(run, tmp_path / "stored", dtype="stored")
@@ -362,8 +362,8 @@ def test_merged_into_16_bits_or_the_same_format(form: str, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("form", FORMS)
 def test_requantised_weights_read_back_as_the_nearest_values(root: Path, form: str, tmp_path: Path) -> None:
-    found = parse_four_bit_form(load_model_config(str(root / form), ModelSection()))
-    assert isinstance(found, FourBitForm)
+    found = parse_four_bit_format(load_model_config(str(root / form), ModelSection()))
+    assert isinstance(found, FourBitFormat)
     files = FourBitFiles(SafetensorsFiles(str(root / form), ModelSection()), found, "base_model")
     name = f"{QUERY}.weight"
     base, layout = files.read(name), files.layouts[name]

@@ -15,17 +15,17 @@ from tests.mixtures import make_mixture
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from tests.unit.test_memory_model import placement
-from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained
+from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weight_bytes
 from trainer.model.adapter import apply_adapter
-from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config
+from trainer.model.base import build_empty_model, check_weights, load_base_model, load_model_config
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
-from trainer.model.stored_fp8 import Fp8Form
+from trainer.model.stored_fp8 import Fp8Format
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.parallel.engine.layer_gather.unit import find_slots
 from trainer.patches.fused_lora import fuse
@@ -187,7 +187,7 @@ def test_the_estimate_counts_the_bytes_that_lie_there(root: Path, form: str) -> 
 
 
 def test_what_config_json_leaves_out_is_known_by_either_rule() -> None:
-    names = Fp8Form(None, ("lm_head", "model.layers.0.mlp.gate", "re:.*self_attn.*", "model.vision_tower"))
+    names = Fp8Format(None, ("lm_head", "model.layers.0.mlp.gate", "re:.*self_attn.*", "model.vision_tower"))
     assert names.holds("model.layers.0.mlp.gate_proj") and not names.holds("model.layers.0.mlp.gate")
     assert not names.holds("model.layers.3.self_attn.q_proj") and not names.holds("lm_head")
     assert not names.holds("model.vision_tower.layers.0.fc1") and names.holds("model.layers.0.mlp.down_proj")
@@ -230,7 +230,7 @@ def test_settings_that_want_other_weights_are_refused_in_one_line(case: str, roo
 
 def test_a_layer_in_8_bits_is_not_trained_whole(root: Path) -> None:
     model_config = load_model_config(str(root / "blocks"), ModelSection())
-    empty = empty_model(model_config, ModelSection())
+    empty = build_empty_model(model_config, ModelSection())
     check_saved_modules(run_config(root / "blocks", lora={"modules_to_save": ["lm_head"]}), model_config, empty)
     for name in ("q_proj", "mlp"):
         config = run_config(root / "blocks", lora={"modules_to_save": [name]})
@@ -361,5 +361,5 @@ def test_merged_into_the_16_bit_model_or_the_dequantised_weights(tmp_path: Path)
     for name, value in second.items():
         assert torch.equal(first[name], value), name
     with torch.no_grad():
-        trained = load_trained(run, load_saved_tokenizer(run), CPU)(IDS).logits
+        trained = load_trained_model(run, load_saved_tokenizer(run), CPU)(IDS).logits
         torch.testing.assert_close(load(written)(IDS).logits, trained, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from trainer.config import UserError
 from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
 from trainer.contract.json_records import read_sweep
 from trainer.monitor.report.sweep_table import main as show_table
-from trainer.monitor.report.sweep_table import read_outcomes
+from trainer.monitor.report.sweep_table import read_run_results
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=4, phase="", collective=None, place=None, collectives_begun=None, idle_s=0.0,
@@ -238,7 +238,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     codes = {"r=8": 0, "r=16": 0, "r=32": 1}
     record_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
-    assert [(run.folder.name, run.loss, run.step) for run in read_outcomes(folder)] == [
+    assert [(run.folder.name, run.loss, run.step) for run in read_run_results(folder)] == [
         ("r=16", 2.4, 3), ("r=8", 2.5, 3), ("r=32", None, 0),
     ]  # fmt: skip
     assert show_table([str(folder)]) == 1

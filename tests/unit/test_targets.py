@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
 from trainer.config import LoraSection, ModelSection, UserError
-from trainer.model.adapter import adapted_layers, apply_adapter, list_rank_warnings
-from trainer.model.base import empty_model
+from trainer.model.adapter import apply_adapter, list_rank_warnings, summarize_adapted_layers
+from trainer.model.base import build_empty_model
 from trainer.model.targets import build_exclusion_pattern, check_targets, describe_unadapted_layers
 
 LLAMA = {"num_hidden_layers": 2}
@@ -19,13 +19,13 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def model_of(model_type: str, **settings: Any) -> Any:
-    return empty_model(AutoConfig.for_model(model_type, **(SMALL | settings)), ModelSection())
+    return build_empty_model(AutoConfig.for_model(model_type, **(SMALL | settings)), ModelSection())
 
 
 def adapted(model: Any, **lora: Any) -> dict[str, int]:
     section = LoraSection(**lora)
     check_targets(model, section)
-    return {layer.name: layer.count for layer in adapted_layers(apply_adapter(model, section, torch.float32))}
+    return {layer.name: layer.count for layer in summarize_adapted_layers(apply_adapter(model, section, torch.float32))}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -105,7 +105,9 @@ def test_plain_peft_leaves_out_the_same_when_it_loads(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), tmp_path)
     for each in (model, loaded):
-        assert {layer.name: layer.count for layer in adapted_layers(each)} == dict.fromkeys(ALL - {"k_proj"}, 1)
+        assert {layer.name: layer.count for layer in summarize_adapted_layers(each)} == dict.fromkeys(
+            ALL - {"k_proj"}, 1
+        )
 
 
 def lines(model: Any, **lora: Any) -> list[str]:

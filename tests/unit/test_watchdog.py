@@ -25,7 +25,7 @@ from trainer.contract.heartbeat import (
     read_hang,
     read_heartbeats,
 )
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (
     WorkDetector,
@@ -135,7 +135,7 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
         process.send_signal(signal.SIGSTOP)
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        found = beats(host=host_name(), pid=process.pid)
+        found = beats(host=get_host_name(), pid=process.pid)
         assert "the process is stopped (SIGSTOP" in describe_hang(found, {1}).text
     finally:
         process.kill()

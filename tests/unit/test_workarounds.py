@@ -295,7 +295,7 @@ def test_transformers_imports_torchao_unasked(name: str) -> None:
     program = f"import sys; {ask.get(name, 'import ' + name)}; print('torchao' in sys.modules)"
     for lean, imported in (
         ("", "True"),
-        ("from trainer.parallel.ranks.lean_imports import import_lean; import_lean(); ", "False"),
+        ("from trainer.parallel.ranks.lean_imports import hook_imports; hook_imports(); ", "False"),
     ):
         done = subprocess.run([sys.executable, "-c", lean + program], capture_output=True, text=True, check=True)
         assert done.stdout.split()[-1] == imported, lean
@@ -311,7 +311,7 @@ def test_transformers_imports_scipy_for_what_no_run_calls(tmp_path: Path) -> Non
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     for before, shown in (
         ("", "imported"),
-        ("from trainer.parallel.ranks.lean_imports import import_lean; import_lean(); ", "not imported"),
+        ("from trainer.parallel.ranks.lean_imports import hook_imports; hook_imports(); ", "not imported"),
     ):
         program = f"{before}import transformers.loss.loss_utils; print('not imported')"
         done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from launcher.plan import Request, plan
-from trainer.config import RunConfig, UserError, collective_timeout
+from trainer.config import RunConfig, UserError, compute_collective_timeout
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.rendezvous import find_port_problem, free_port, host_name
+from trainer.contract.rendezvous import find_free_port, find_port_problem, get_host_name
 from trainer.entry.rank import main as train
 from trainer.parallel.ranks.agreement import (
     Report,
+    check_ranks_agree,
     check_shared_folder,
     compute_code_version,
     find_differences,
     format_summary,
-    meet,
 )
 from trainer.parallel.ranks.group import Ranks
 
@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 MEET = """
 import os, sys
 from pathlib import Path
-from trainer.config import RunConfig, UserError, collective_timeout
-from trainer.parallel.ranks.agreement import meet
+from trainer.config import RunConfig, UserError, compute_collective_timeout
+from trainer.parallel.ranks.agreement import check_ranks_agree
 from trainer.parallel.ranks.group import Ranks
 
 ranks = Ranks.from_environment()
@@ -37,7 +37,8 @@ os.environ["SLURMD_NODENAME"] = f"n{ranks.rank + 1}"
 config = RunConfig.model_validate({"base_model": "m", "output_dir": "run", "dataset": {"path": "d"}})
 try:
     token = sys.argv[1] if ranks.is_main else ""
-    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), collective_timeout(config.training), token)
+    timeout = compute_collective_timeout(config.training)
+    world = check_ranks_agree(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
     print(world.summary)
     print(world.hosts)
 except UserError as error:
@@ -120,7 +121,7 @@ def test_the_code_is_the_sources() -> None:
 
 def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command where the ranks meet on its host, by the first rank elsewhere."""
-    port = free_port()
+    port = find_free_port()
     assert not find_port_problem(port)
     config = RunConfig.model_validate({"base_model": "m", "output_dir": "o", "dataset": {"path": "d"}})
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
@@ -130,14 +131,14 @@ def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatc
         listener.listen()
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on this host .Address already in use"):
             plan(Request(master_port=port), Path())
-        with pytest.raises(UserError, match=f"^--master-port {port}: not free on {host_name()} "):
-            timeout = collective_timeout(config.training)
-            meet(Ranks(0, 2, 0), config.model_dump_json(), Path(config.output_dir), timeout)
+        with pytest.raises(UserError, match=f"^--master-port {port}: not free on {get_host_name()} "):
+            timeout = compute_collective_timeout(config.training)
+            check_ranks_agree(Ranks(0, 2, 0), config.model_dump_json(), Path(config.output_dir), timeout)
 
 
 def said_by_two(program: str, *arguments: str, folders: tuple[Path, Path] = (ROOT, ROOT)) -> list[list[str]]:
     """The lines of two ranks that run a program, each in its folder."""
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     env["PYTHONPATH"] = str(ROOT)
     ranks = [
         subprocess.Popen(

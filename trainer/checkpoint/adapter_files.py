@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trainer.checkpoint.checkpoint_files import compute_checksum, read_recorded_checksums
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
+from trainer.config.files import UnreadableFileError, check_type, read_json, read_safetensors_header
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import map_saved_names
@@ -47,7 +47,7 @@ def find_adapter_damage(folder: Path) -> str | None:
             return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy it from a checkpoint"
     except FileNotFoundError:
         return f"no {WEIGHTS}; use an adapter in safetensors format"
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         return f"{error.path.name} {error.problem}; {error.fix}"
     return None
 
@@ -74,12 +74,12 @@ def _has_changed(folder: Path, name: str, recorded: dict[str, str]) -> bool:
     except FileNotFoundError:
         return True
     except OSError as error:
-        raise UnreadableFile(folder / name, f"cannot be read ({error.strerror})") from None
+        raise UnreadableFileError(folder / name, f"cannot be read ({error.strerror})") from None
 
 
 def _read_checksums(folder: Path) -> dict[str, str]:
     if (folder / RECORD).is_file():
-        return check_shape(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
+        return check_type(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
     return read_recorded_checksums(folder)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.config import UserError
 from trainer.contract.output_files import collect_disk_errors
-from trainer.contract.rank_errors import OtherRankFailed
+from trainer.contract.rank_errors import OtherRankError
 from trainer.parallel.ranks.group import Ranks, gather_objects
 
 POLL_INTERVAL_S = 0.05
@@ -19,7 +19,7 @@ PREFIX = ".writing-"
 """Prefix of folders that are being written."""
 
 
-class SaveFailed(UserError):
+class SaveError(UserError):
     """Raised on all ranks if any rank could not write a checkpoint; older checkpoints are untouched."""
 
     exit_code = 1
@@ -42,7 +42,7 @@ class BackgroundSave:
     def finish(self) -> None:
         """Wait until the folder is published; a collective call.
 
-        Raises SaveFailed on all ranks if a disk was full; other exceptions are raised unchanged.
+        Raises SaveError on all ranks if a disk was full; other exceptions are raised unchanged.
         """
         self._written.wait()
         exchange_outcomes(self._failures, self._exception, self.folder, self._ranks, self._stop)
@@ -104,6 +104,6 @@ def exchange_outcomes(
     if exception is not None:
         raise exception
     if errors:
-        raise OtherRankFailed(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
+        raise OtherRankError(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
     name = folder.name.removeprefix(PREFIX)
-    raise SaveFailed(f"{name} was not saved: {full[0]}; free some space; older checkpoints are untouched")
+    raise SaveError(f"{name} was not saved: {full[0]}; free some space; older checkpoints are untouched")

@@ -12,8 +12,8 @@ from typing import Any
 import xxhash
 
 from trainer.config import ModelSection
-from trainer.config.files import find_json, read_json
-from trainer.model.model_source import cached_file
+from trainer.config.files import read_json, read_json_or_default
+from trainer.model.model_source import find_cached_file
 from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import INDEX, Index
 
@@ -40,7 +40,7 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
         _add_file(digest, folder, "")
         return {"weights": digest.hexdigest()}
     if not folder.is_dir():
-        cached = cached_file(base_model, "config.json", section.revision)
+        cached = find_cached_file(base_model, "config.json", section.revision)
         if cached is None:
             return {}
         folder = cached.parent
@@ -59,12 +59,14 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
 
 def _find_external_code(folder: Path) -> dict[str, Path]:
     """Return the cached folders of code from other repositories (`owner/repo--module.Class` in `auto_map`)."""
-    settings = (find_json(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json"))
+    settings = (
+        read_json_or_default(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json")
+    )
     references = re.findall(r"'([^']+)--(\w+)\.", str([section.get("auto_map") for section in settings]))
     return {
         f"{repository}/": cached.parent
         for repository, module in references
-        if (cached := cached_file(repository, f"{module}.py", None))
+        if (cached := find_cached_file(repository, f"{module}.py", None))
     }
 
 

@@ -16,7 +16,7 @@ import xxhash
 
 from trainer.config import UserError
 from trainer.config.files import read_json
-from trainer.contract.whole_files import sync, write_whole
+from trainer.contract.whole_files import sync, write_text_atomic
 
 MARKER = "COMPLETE"
 FORMAT = 4
@@ -39,10 +39,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def list_checkpoint_folders(run_dir: Path) -> list[Path]:
     """Return all `checkpoint-N` folders of a run, complete or not, oldest first."""
-    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=checkpoint_step)
+    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=parse_step)
 
 
-def checkpoint_step(checkpoint: Path) -> int:
+def parse_step(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
@@ -159,7 +159,7 @@ def reseal(folder: Path, name: str) -> None:
 
 def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
     lines = "".join(f"{digest} {size} {name}\n" for name, (digest, size) in sums.items())
-    write_whole(marker, f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n")
+    write_text_atomic(marker, f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n")
 
 
 def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
@@ -200,10 +200,10 @@ def _set_aside(checkpoint: Path) -> Path:
 
 def list_later_checkpoints(run_dir: Path, step: int) -> list[Path]:
     """Return the checkpoints after a step, complete or not; a run that resumes from that step abandons them."""
-    return [path for path in list_checkpoint_folders(run_dir) if checkpoint_step(path) > step]
+    return [path for path in list_checkpoint_folders(run_dir) if parse_step(path) > step]
 
 
 def list_surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
     """Yield the complete checkpoints except the newest `keep` and those at the steps in `protect`."""
     if keep is not None:
-        yield from (path for path in list_checkpoints(run_dir)[:-keep] if checkpoint_step(path) not in protect)
+        yield from (path for path in list_checkpoints(run_dir)[:-keep] if parse_step(path) not in protect)

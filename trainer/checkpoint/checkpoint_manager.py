@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import PREFIX, BackgroundSave, SaveFailed, exchange_outcomes
+from trainer.checkpoint.background import PREFIX, BackgroundSave, SaveError, exchange_outcomes
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import find_damage, list_later_checkpoints, list_surplus_checkpoints, publish
 from trainer.checkpoint.host_copies import HostCopies
@@ -63,7 +63,7 @@ class CheckpointManager:
         self._upload_problem = ""
 
     @phase("restore")
-    def agree(self) -> None:
+    def agree_on_checkpoint(self) -> None:
         """Choose the checkpoint for all ranks; called before loading weights. Raises UserError if it cannot be used."""
         config, ranks = self._config, self._ranks
         plan = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
@@ -118,7 +118,7 @@ class CheckpointManager:
     @phase("save")
     def copy(self, engine: Engine) -> None:
         """Queue copies of engine state and weights to host memory, after the current step; a collective call."""
-        with suppress(SaveFailed):  # the failure was reported; continue with this save
+        with suppress(SaveError):  # the failure was reported; continue with this save
             self.settle()
         state = RankState.capture(engine, self._ranks, self.copies)
         with phase("gather"), use_averaged_weights(engine):
@@ -133,7 +133,7 @@ class CheckpointManager:
     ) -> None:
         """Start writing the copies and all other state while training continues; a collective call.
 
-        Raises SaveFailed on every rank, after a warning, if the folder cannot be created.
+        Raises SaveError on every rank, after a warning, if the folder cannot be created.
         """
         assert self._copied is not None, "nothing was copied"
         (rank_state, weights), self._copied = self._copied, None
@@ -192,15 +192,15 @@ class CheckpointManager:
 
     @phase("save")
     def upload_result(self) -> None:
-        """Upload the finished run if it is on an object store. Raises SaveFailed on rank 0 if that fails."""
+        """Upload the finished run if it is on an object store. Raises SaveError on rank 0 if that fails."""
         if self._ranks.is_main and (address := self._upload()):
             self._say(f"uploaded     {escape(address)}")
         if self._upload_problem:
-            raise SaveFailed(f"{self._upload_problem}; the result is in {self._run_dir}")
+            raise SaveError(f"{self._upload_problem}; the result is in {self._run_dir}")
 
     @phase("save")
     def settle(self) -> None:
-        """Wait for the current save; a collective call. Warns and raises SaveFailed on all ranks if any rank failed."""
+        """Wait for the current save; a collective call. Warns and raises SaveError on all ranks if any rank failed."""
         save, self._current = self._current, None
         if save is None:
             return
@@ -224,7 +224,7 @@ class CheckpointManager:
     def _warn_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except SaveFailed as error:
+        except SaveError as error:
             self._say(f"[yellow]warning:[/yellow] {escape(str(error))}")
             raise
 

@@ -21,14 +21,14 @@ from trainer.checkpoint.identity import ALLOW, check_unchanged
 from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first
-from trainer.config.files import check_shape, find_json, read_json, read_safetensors_header
+from trainer.config.files import check_type, read_json, read_json_or_default, read_safetensors_header
 from trainer.contract.object_store import open_run
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
-from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
+from trainer.model.base import load_base_model, load_tokenizer, resize_to_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.parallel.ranks.group import set_seed
-from trainer.patches.fake_quantised_lora import compute_rounded
+from trainer.patches.fake_quantised_lora import install_fake_quantization
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
@@ -104,7 +104,9 @@ def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
     """Print a note if the base model has layers above the adapter's last layer."""
     header, _, _ = read_safetensors_header(folder / ADAPTER[0])
     last = max((int(match[1]) for name in header if (match := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
-    layers = find_json(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get("num_hidden_layers", 0)
+    layers = read_json_or_default(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get(
+        "num_hidden_layers", 0
+    )
     if isinstance(layers, int) and 0 <= last < layers - 1:
         unchanged = f"has {layers} layers, but the adapter only {last + 1}; the other layers are unchanged"
         print(f"note: base_model={base_model}: {unchanged}", file=sys.stderr)
@@ -121,7 +123,7 @@ def _read_config(run_dir: Path) -> RunConfig:
     """Return the run's settings; paths that exist relative to the run's working directory become absolute."""
     path = run_dir / CONFIG
     settings = read_json(path)
-    started_in = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
+    started_in = check_type(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
     if started_in and os.path.isdir(started_in):
         settings = _resolve_paths(settings, Path(started_in))
     try:
@@ -148,12 +150,12 @@ def load_saved_tokenizer(run: FinishedRun) -> Any:
     return load_tokenizer(str(run.folder), section)
 
 
-def find_prompt_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
+def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
     """Return the plain-text prompt format, or None for the chat template; `raw` and `chat` override the run's."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
-            form = check_shape(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
+            form = check_type(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
     return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
@@ -161,7 +163,7 @@ def default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
+def load_trained_model(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     """Load the PEFT model in the run's precision, with weights quantized as in training (QLoRA, `training.qat`).
 
     Raises UserError if the base model is missing or the adapter does not fit it.
@@ -179,7 +181,7 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     )
     model = attach_adapter(base, tokenizer, run)
     if config.training.qat:
-        compute_rounded(model, config.training.qat, dtype)
+        install_fake_quantization(model, config.training.qat, dtype)
     return model
 
 
@@ -189,20 +191,20 @@ def load_full_base(run: FinishedRun, dtype: torch.dtype) -> Any:
     return load_base_model(base, run.config.model, dtype=dtype, device=cpu, attention="eager", unpack=True)
 
 
-def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
+def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_fp32: bool = False) -> Any:
     """Resize the embedding of `base` for added tokens and attach the run's adapter for inference.
 
-    The adapter keeps the dtype it was trained in, unless `in_32_bits` is set.
+    The adapter keeps the dtype it was trained in, unless `in_fp32` is set.
     """
     set_seed(run.config.seed)  # so that rows of added tokens get the same random values in every command
-    match_vocabulary(base, tokenizer)
+    resize_to_vocabulary(base, tokenizer)
     if run.config.model.has_score:
         base.config.pad_token_id = tokenizer.pad_token_id  # transformers uses it to find the end of a text
     error_prefix = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
-    return load_adapter(base, str(run.folder), error_prefix=error_prefix, in_32_bits=in_32_bits)
+    return load_adapter(base, str(run.folder), error_prefix=error_prefix, in_fp32=in_fp32)
 
 
-def quiet_libraries() -> None:
+def silence_libraries() -> None:
     for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)  # torchao warns about kernels for other GPUs
 

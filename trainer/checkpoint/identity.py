@@ -19,12 +19,12 @@ from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, shown
-from trainer.config.files import check_shape, read_json
+from trainer.config.files import check_type, read_json
 from trainer.config.yaml_core import read_yaml
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import global_batch, resolve_global_batch
 from trainer.model.base import load_model_config
-from trainer.model.model_source import cached_file
+from trainer.model.model_source import find_cached_file
 
 ALLOW = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
@@ -87,7 +87,7 @@ def read_recorded_identity(folder: Path) -> Identity | None:
     """Return the identity recorded with a checkpoint or finished run; None for any other adapter."""
     state = folder / "state.json"
     file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
-    return check_shape(read_json(file).get(key), file, Identity | None) if file.is_file() else None
+    return check_type(read_json(file).get(key), file, Identity | None) if file.is_file() else None
 
 
 def find_differences(recorded: Identity, current: Identity, name: str) -> list[Difference]:
@@ -246,7 +246,7 @@ def _normalize_value(name: str, value: Any) -> Any:
 def _read_initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
     folder = Path(adapter_path).expanduser()
     if not folder.exists():
-        if (cached := cached_file(adapter_path, SETTINGS, None)) is None:
+        if (cached := find_cached_file(adapter_path, SETTINGS, None)) is None:
             return {}
         folder = cached.parent
     saved = read_adapter_settings(folder)

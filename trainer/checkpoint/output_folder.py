@@ -20,7 +20,7 @@ from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.json_records import SWEEP
 from trainer.contract.object_store import fetch_run
 from trainer.data.source_files import read_template
-from trainer.data.sources import find_local_path
+from trainer.data.sources import resolve_local_path
 from trainer.model.model_source import check_source
 from trainer.model.published_shapes import is_random
 
@@ -36,7 +36,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     """
     check_output_folder(config)
     for run in config.runs:
-        name_adapter(check_early, run, to_train=to_train)
+        prefix_errors(check_early, run, to_train=to_train)
     if config.runs:
         has_checkpoint = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
         if to_train and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
@@ -54,16 +54,16 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     if config.dataset.chat_template is not None:
         read_template(config.dataset.chat_template)
     if config.scu.reference is not None:
-        find_local_path(SourceSection(path=config.scu.reference), "scu.reference")
+        resolve_local_path(SourceSection(path=config.scu.reference), "scu.reference")
     check_task_names(config.evaluation.tasks)
     data = config.dataset
     sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)] or [("dataset", data)]
     for label, source in [*sources, ("dataset.evaluation", data.evaluation)]:
         if source is not None and source.path is not None:
-            find_local_path(source, label)
+            resolve_local_path(source, label)
 
 
-def name_adapter(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
+def prefix_errors(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
     """Return the result of `check` for one adapter's run; prefix its errors with the adapter's name."""
     try:
         return check(run, *arguments, **options)

@@ -18,18 +18,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.checkpoint.adapter_files import AdapterFormat, record_result
-from trainer.checkpoint.background import SaveFailed
+from trainer.checkpoint.background import SaveError
 from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, place_result, write_run_record
 from trainer.checkpoint.weights import gather_weights, save_initial_adapter, write_adapter, write_full_model
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.output_files import collect_disk_errors
-from trainer.contract.rank_arguments import resume_command
+from trainer.contract.rank_arguments import build_resume_command
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import Output
 from trainer.monitor.metrics import METRICS_FILE, Metrics, read_metrics
-from trainer.monitor.report.model_card import CARD, is_users_card
+from trainer.monitor.report.model_card import CARD, is_user_written_card
 from trainer.monitor.report.recorded import EXAMPLES, TIMES, Example, record_examples, record_times
 from trainer.monitor.report.sample_images import SAMPLES, save_sample_image
 from trainer.monitor.report.write import ANSWERS, format_end_summary, record_answer, write_report
@@ -64,7 +64,7 @@ class RunFolder:
         self._write_record: Callable[[], None] = lambda: None
 
     def check(self) -> None:
-        """Raise FolderLost if another run has taken over the folder; called before every write."""
+        """Raise FolderLostError if another run has taken over the folder; called before every write."""
         if self._lock is not None:
             self._lock.check()
 
@@ -146,7 +146,7 @@ class RunFolder:
     ) -> None:
         """Write the final weights to a temporary folder, then move them into place; a collective call.
 
-        `factor` scales the adapter's update; rank 0 passes the run's `identity`. Raises SaveFailed if the disk is full.
+        `factor` scales the adapter's update; rank 0 passes the run's `identity`. Raises SaveError if the disk is full.
         """
         result = self.path / RESULT
         failures: list[str] = []
@@ -166,7 +166,7 @@ class RunFolder:
                 self._write_card(result)
                 record_result(self.path, place_result(self.path), identity)
         if failures:
-            raise SaveFailed(
+            raise SaveError(
                 f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint contains it"
             )
 
@@ -198,10 +198,10 @@ class RunFolder:
             self._say(line)
 
     def print_resume_command(self, step: int) -> None:
-        command = resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
+        command = build_resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
         self._say(escape(f"stopped and saved at step {step}; resume with: {command}"))
 
-    def adapter_form(self, engine: Engine) -> AdapterFormat | None:
+    def get_adapter_format(self, engine: Engine) -> AdapterFormat | None:
         """Return the AdapterFormat of this run; None in full training, and on ranks other than 0."""
         if self._format is None and self._ranks.is_main and self._config.adapter != "none":
             names = [name for name, _ in list_trained_parameters(engine.module)]
@@ -223,7 +223,7 @@ class RunFolder:
             if is_full_training:
                 write_full_model(model, weights, folder)
             else:
-                form = self.adapter_form(engine)
+                form = self.get_adapter_format(engine)
                 assert form is not None, "weights are written on rank 0"
                 write_adapter(form, weights, folder, must_have_moved=must_have_moved, initial=initial)
             if write_companions is not None:
@@ -232,6 +232,6 @@ class RunFolder:
         return write
 
     def _write_card(self, result: Path) -> None:
-        if self._config.adapter != "none" and not is_users_card(self.path / CARD):
+        if self._config.adapter != "none" and not is_user_written_card(self.path / CARD):
             card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")

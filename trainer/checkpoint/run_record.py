@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.files import check_shape, read_json
+from trainer.config.files import check_type, read_json
 from trainer.contract.folder_lock import LOCK_FILE
 from trainer.contract.home import CHECKOUT
-from trainer.contract.known_versions import package_versions
+from trainer.contract.known_versions import read_package_versions
 from trainer.contract.rank_arguments import get_typed_command
-from trainer.contract.whole_files import sync, write_json, write_whole
+from trainer.contract.whole_files import sync, write_json, write_text_atomic
 
 CONFIG, RUN = "training_config.json", "run.json"
 LOGS = "logs"
@@ -65,7 +65,7 @@ def write_run_record(
     earlier: dict[str, Any] = {}
     with suppress(UserError):  # a damaged record is replaced
         earlier = read_record(run_dir)
-    write_whole(run_dir / CONFIG, settings)
+    write_text_atomic(run_dir / CONFIG, settings)
     record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": get_typed_command(sys.argv),
@@ -76,7 +76,7 @@ def write_run_record(
         "precision": precision,
         PROMPT_TEXT: prompt_text,
         "python": platform.python_version(),
-        "packages": package_versions(),
+        "packages": read_package_versions(),
         "commit": find_commit(),
     }
     # An earlier result stays in the folder until this run replaces it.
@@ -148,7 +148,7 @@ def _delete_run_files(run_dir: Path) -> None:
     """Delete the files of a run, including checkpoints and the recorded result; keep all other files."""
     names = {*RUN_FILES}
     with suppress(UserError):  # a damaged record lists no result
-        result = check_shape(read_record(run_dir).get("checksums") or {}, run_dir / RUN, dict[str, str])
+        result = check_type(read_record(run_dir).get("checksums") or {}, run_dir / RUN, dict[str, str])
         names |= {name.partition("/")[0] for name in result}
     for path in _sort_record_last(list_run_files(run_dir)):
         if path.name not in names and not CHECKPOINT.fullmatch(path.name.removeprefix(".writing-")):

@@ -1,5 +1,5 @@
 """The subcommands of `zerolora` that need torch, one module or package each."""
 
-from trainer.parallel.ranks.lean_imports import import_lean
+from trainer.parallel.ranks.lean_imports import hook_imports
 
-import_lean()  # before any subcommand imports a library
+hook_imports()  # before any subcommand imports a library

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_form, load_saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_format, load_saved_tokenizer
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMATS, export_adapter
 from trainer.commands.export.gguf import check_architecture, compute_max_context_length, write_gguf
@@ -115,7 +115,7 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
 
 
 def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path) -> list[str]:
-    system_prompt, form = run.config.dataset.system_prompt, find_prompt_form(run, tokenizer)
+    system_prompt, form = run.config.dataset.system_prompt, find_prompt_format(run, tokenizer)
     variables = build_template_variables(run.config.dataset)
     text = build_modelfile(GGUF_NAME, tokenizer, system_prompt=system_prompt, form=form, variables=variables)
     file.write_text(text, encoding="utf-8")
@@ -138,7 +138,7 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) ->
     if pipeline.folder is None:
         raise UserError(f"base_model={run.config.base_model}: random weights cannot be merged; train on a saved model")
     model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
-    adapted = load_adapter(model, str(run.folder), in_32_bits=True)
+    adapted = load_adapter(model, str(run.folder), in_fp32=True)
     scale_adapter(adapted, scale)
     merged: Any = adapted.merge_and_unload()
     denoiser = pipeline.family.denoiser

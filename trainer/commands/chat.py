@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.finished_run import BASE_MODEL_HELP, add_run_arguments, quiet_libraries
+from trainer.checkpoint.finished_run import BASE_MODEL_HELP, add_run_arguments, silence_libraries
 from trainer.commands.generate import (
     AnswerStreamer,
     Sampling,
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     add_run_arguments(parser, BASE_MODEL_HELP)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
     arguments = parser.parse_args(argv)
-    quiet_libraries()
+    silence_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     model, tokenizer, section, prompt_form, images = load_for_prompts(arguments, both=False)
     if prompt_form is not None:

@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.checkpoint.finished_run import silence_libraries
 from trainer.commands import speed
 from trainer.commands.longest_sequence import find_longest, format_longest, predict_seconds
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.step_count import count_steps, describe_steps
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
     parser.add_config()
     gpus_help = "number of GPUs, one rank each (default: the GPUs of this machine, or 1)"
-    parser.add_argument("--gpus", type=positive_int, help=gpus_help)
+    parser.add_argument("--gpus", type=parse_positive_int, help=gpus_help)
     parser.add_argument("--gpus-per-host", type=int, help="GPUs per host (default: all GPUs are on one host)")
     parser.add_argument("--gpu-memory", help=f"memory of each GPU, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--host-memory", help="memory of each host, such as 256GiB (default: unlimited)")
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     speed.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
-    quiet_libraries()
+    silence_libraries()
     gpus = arguments.gpus or len(list_visible_gpus()) or 1
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:

@@ -29,12 +29,12 @@ from trainer.checkpoint.finished_run import (
     default_device,
     find_run,
     load_saved_tokenizer,
-    load_trained,
-    quiet_libraries,
+    load_trained_model,
+    silence_libraries,
 )
 from trainer.checkpoint.identity import check_held_out
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import format_count, shown
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
@@ -257,11 +257,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--split", help="split of --data (train)")
     parser.add_argument("--tasks", metavar="A,B", help="names or YAML files of lm-eval tasks to run instead")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="few-shot examples in the prompts of --tasks")
-    parser.add_argument("--limit", type=positive_int, metavar="N", help="maximum number of documents per task")
+    parser.add_argument("--limit", type=parse_positive_int, metavar="N", help="maximum number of documents per task")
     parser.add_argument("--apply-chat-template", action="store_true", help="use the chat template for --tasks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--batch-size", type=positive_int, metavar="N", help="documents per batch (as in training)")
-    parser.add_argument("--samples", type=positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument(
+        "--batch-size", type=parse_positive_int, metavar="N", help="documents per batch (as in training)"
+    )
+    parser.add_argument(
+        "--samples", type=parse_positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)"
+    )
     return parser.parse_args(argv)
 
 
@@ -285,7 +289,7 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
     except UserError as error:
         raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
     device = default_device()
-    model = load_trained(run, tokenizer, device)
+    model = load_trained_model(run, tokenizer, device)
     adapter = scorer.measure(model, device, errors=True)
     with model.disable_adapter():
         base = scorer.measure(model, device, errors=True)
@@ -301,7 +305,7 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
-    quiet_libraries()
+    silence_libraries()
     _check_task_options(arguments)
     if arguments.json is not None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "base", "adapter"})
@@ -327,7 +331,7 @@ def _measure_held_out(
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer)
     samples, has_pairs = load_held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
     device = default_device()
-    model = load_trained(run, tokenizer, device)
+    model = load_trained_model(run, tokenizer, device)
     options: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
     if has_pairs:
         results = evaluate_pairs(model, samples, config, tokenizer.pad_token_id, **options)

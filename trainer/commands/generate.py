@@ -26,14 +26,14 @@ from trainer.checkpoint.finished_run import (
     FinishedRun,
     add_run_arguments,
     default_device,
-    find_prompt_form,
+    find_prompt_format,
     find_run,
     load_saved_tokenizer,
-    load_trained,
-    quiet_libraries,
+    load_trained_model,
+    silence_libraries,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import printable, shown
 from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
@@ -106,7 +106,7 @@ def generate_answers(
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     """Load the trained model; unless the base model is needed too (`both`), merge the adapter or fuse it."""
-    model = load_trained(run, tokenizer, default_device())
+    model = load_trained_model(run, tokenizer, default_device())
     if both:
         return model
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -147,7 +147,7 @@ def load_for_prompts(
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     check_task_supports(run, "generate")
     tokenizer = load_saved_tokenizer(run)
-    text = find_prompt_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    text = find_prompt_format(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
     if arguments.system is not None:
         section = section.model_copy(update={"system_prompt": arguments.system or None})
@@ -212,7 +212,7 @@ def replace_invalid(prompt: Prompt) -> Prompt:
 def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
     longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
     help_ = f"maximum length of an answer in tokens ({longest})"
-    parser.add_argument("--max-new-tokens", type=positive_int, default=longest, metavar="N", help=help_)
+    parser.add_argument("--max-new-tokens", type=parse_positive_int, default=longest, metavar="N", help=help_)
     help_ = f"sampling temperature; 0: greedy ({temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=help_)
     help_ = f"nucleus sampling: sample from the most likely tokens with total probability P ({top_p})"
@@ -235,7 +235,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_answer_options(parser, Sampling())
     parser.add_argument("--base", action="store_true", help="also show the base model's answer")
     parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
-    parser.add_argument("--batch-size", type=positive_int, default=1, metavar="N", help="prompts per batch (1)")
+    parser.add_argument("--batch-size", type=parse_positive_int, default=1, metavar="N", help="prompts per batch (1)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
         raise UserError(
@@ -254,7 +254,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
-    quiet_libraries()
+    silence_libraries()
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     if arguments.file is not None and not listed:
         raise UserError(f"--prompts={arguments.file}: contains no prompt; write one per line")

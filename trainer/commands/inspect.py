@@ -11,9 +11,9 @@ from io import TextIOWrapper
 
 from rich.console import Console
 
-from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.checkpoint.finished_run import silence_libraries
 from trainer.config import CommandParser, load_config, reports_errors
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 from trainer.contract.default_ranks import choose_default_ranks
 from trainer.setup.kinds import find_model_kind
 
@@ -23,14 +23,16 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora inspect", description="Show examples with trained tokens in color.")
     parser.add_config()
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--examples", type=positive_int, default=3, help="number of examples (3)")
-    shown.add_argument("--step", type=positive_int, help="show the data of this step (from 1) instead")
-    parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
+    shown.add_argument("--examples", type=parse_positive_int, default=3, help="number of examples (3)")
+    shown.add_argument("--step", type=parse_positive_int, help="show the data of this step (from 1) instead")
+    parser.add_argument(
+        "--ranks", type=parse_positive_int, help="number of ranks of the run (default: as on this machine)"
+    )
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # data may contain characters that the terminal cannot show
     console = Console()
-    quiet_libraries()
+    silence_libraries()
     ranks = arguments.ranks or choose_default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     loaded = load_config(arguments.config, arguments.overrides)

@@ -17,10 +17,10 @@ from trainer.commands.export.factors import PREFIX
 from trainer.config import UserError
 from trainer.model.integer_weights import (
     INSTALL,
-    IntegerForm,
+    IntegerFormat,
     Integers,
     check_torchao,
-    choose_integer_form,
+    choose_integer_format,
     explain_not_rounded,
     find_adapted_linears,
 )
@@ -38,7 +38,7 @@ class IntegerMerge:
         if importlib.util.find_spec("compressed_tensors") is None:
             raise UserError(f"--quantize={kind}: compressed-tensors is not installed; {INSTALL}")
         self.kind, self.dtype, self.device = kind, dtype, device
-        self._form: IntegerForm | None = None
+        self._form: IntegerFormat | None = None
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def round(self, adapted: Any) -> None:
@@ -55,11 +55,11 @@ class IntegerMerge:
                     f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without --quantize"
                 )
         widths = {path.removeprefix(PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
-        self._form = choose_integer_form(self.kind, widths, self.dtype, setting="--quantize")
+        self._form = choose_integer_format(self.kind, widths, self.dtype, setting="--quantize")
         for path, layer in layers.items():
             self._layers[path.removeprefix(PREFIX)] = self._round_layer(layer, self._form)
 
-    def _round_layer(self, layer: Any, form: IntegerForm) -> tuple[Tensor, Tensor]:
+    def _round_layer(self, layer: Any, form: IntegerFormat) -> tuple[Tensor, Tensor]:
         name = layer.active_adapters[0]
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
@@ -91,7 +91,7 @@ class IntegerMerge:
         return values
 
 
-def _build_quantization_config(form: IntegerForm, unquantized: list[str]) -> dict[str, Any]:
+def _build_quantization_config(form: IntegerFormat, unquantized: list[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,

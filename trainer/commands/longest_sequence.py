@@ -6,7 +6,7 @@ from dataclasses import replace
 from trainer.config import RunConfig, UserError
 from trainer.memory.planner import Planner, apply_changes
 from trainer.memory.step_time import predict_step
-from trainer.patches.packed_attention import check_shareable
+from trainer.patches.packed_attention import check_attention_shareable
 
 SHORTEST, LONGEST = 1024, 2**26
 STEP, PRECISION = 256, 64
@@ -22,7 +22,7 @@ def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, 
     for size in dict.fromkeys((1, config.parallel.sequence, planner.machine.world_size)):
         try:
             if size > 1:
-                check_shareable(size, planner.shapes.model)
+                check_attention_shareable(size, planner.shapes.model)
             longest[size] = _find_longest(planner, _share_sequence(config, size), memory)
         except UserError:
             if size == config.parallel.sequence:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.checkpoint.finished_run import add_run_arguments, find_run, quiet_libraries
+from trainer.checkpoint.finished_run import add_run_arguments, find_run, silence_libraries
 from trainer.commands.adapter_kinds import get_adapter_class
 from trainer.config import CommandParser, reports_errors
 from trainer.model.integer_weights import BITS
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         help="adapted layers as integers in compressed-tensors' format, for vLLM and SGLang (see training.qat)",
     )
     arguments = parser.parse_args(argv)
-    quiet_libraries()
+    silence_libraries()
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     options = {"dtype": arguments.dtype, "scale": arguments.scale, "quantize": arguments.quantize}

@@ -30,10 +30,10 @@ from trainer.model.base import load_model_config
 from trainer.model.integer_weights import Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights, scale_adapter
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm, parse_four_bit_form
-from trainer.model.stored_fp8 import Fp8Form
+from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat, parse_four_bit_format
+from trainer.model.stored_fp8 import Fp8Format
 from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
-from trainer.model.stored_settings import find_stored_form
+from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.recorded import read_run
@@ -94,7 +94,7 @@ def build_merged(
     base = load_full_base(run, torch_dtype)
     types = {name: tensor.dtype for name, tensor in (*base.named_parameters(), *base.named_buffers())}
     # With an fp32 adapter only the sum is rounded.
-    adapted = attach_adapter(base, tokenizer, run, in_32_bits=True)
+    adapted = attach_adapter(base, tokenizer, run, in_fp32=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
     check_separate_weights(adapted, "merge")
@@ -143,15 +143,15 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     Raises UserError for a quantized base; an FP8 base needs an explicit dtype for its dequantized weights.
     """
     config = load_model_config(run.config.base_model, run.config.model)
-    stored_form = find_stored_form(config)
-    if dtype == "stored" and not isinstance(stored_form, FourBitForm):
+    stored_format = find_stored_format(config)
+    if dtype == "stored" and not isinstance(stored_format, FourBitFormat):
         raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
-    if isinstance(stored_form, Fp8Form) and dtype == "auto":
+    if isinstance(stored_format, Fp8Format) and dtype == "auto":
         raise UserError(
             f"base_model={run.config.base_model}: is stored in FP8, which would round away most of the adapter; pass "
             f"the 16-bit model with --base-model and {ALLOW}, or merge into the dequantized weights with --dtype bf16"
         )
-    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and stored_form is None:
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and stored_format is None:
         raise UserError(
             f"base_model={run.config.base_model}: is quantized, and merging needs full precision; pass the "
             f"original model with --base-model and {ALLOW}"
@@ -228,8 +228,8 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     stored_config = load_model_config(config.base_model, config.model)
-    form = parse_four_bit_form(stored_config)
-    assert isinstance(form, FourBitForm)
+    form = parse_four_bit_format(stored_config)
+    assert isinstance(form, FourBitFormat)
     files = FourBitFiles(SafetensorsFiles(config.base_model, config.model), form, f"base_model={config.base_model}")
     values: dict[str, Tensor] = revert_weight_conversion(model, dict(model.state_dict()))
     size = changed = lost = 0.0

@@ -15,15 +15,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint.adapter_files import SETTINGS
-from trainer.checkpoint.checkpoint_files import checkpoint_step, reseal
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, add_run_arguments, find_run, quiet_libraries
+from trainer.checkpoint.checkpoint_files import parse_step, reseal
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, add_run_arguments, find_run, silence_libraries
 from trainer.commands.adapter_kinds import get_adapter_class
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import shown
 from trainer.contract.output_files import check_output_file
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.model_card import CARD, is_on_hub, is_users_card, public_name
+from trainer.monitor.report.model_card import CARD, get_public_name, is_on_hub, is_user_written_card
 from trainer.setup.kinds import find_task_class
 
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write access"
@@ -34,11 +34,11 @@ def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     get_adapter_class(run).write_upload_files(run, folder)
-    base = public_name(run.config.base_model)
+    base = get_public_name(run.config.base_model)
     settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
-    if not is_users_card(card):
+    if not is_user_written_card(card):
         card.write_text(find_task_class(run).card(run.config, run.run_dir, read_records(run), repo), encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
@@ -51,7 +51,7 @@ def read_records(run: FinishedRun) -> list[Record]:
         records = read_metrics(run.run_dir)
     except UserError:
         return []  # the model card then has no results
-    last = checkpoint_step(run.folder.resolve()) if run.folder != run.run_dir else None
+    last = parse_step(run.folder.resolve()) if run.folder != run.run_dir else None
     return [record for record in records if last is None or (record["step"] or 0) <= last]
 
 
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
     arguments = parser.parse_args(argv)
-    quiet_libraries()
+    silence_libraries()
     repo = arguments.repo
     try:
         validate_repo_id(repo)
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:
         folder = Path(temporary)
         files = stage_files(run, repo, folder)
-        base = public_name(run.config.base_model)
+        base = get_public_name(run.config.base_model)
         if not is_on_hub(base):
             print(f"note: {base} is a local model; pass its Hub ID with --base-model", file=sys.stderr)
         if arguments.dry_run:

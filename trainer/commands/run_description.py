@@ -11,10 +11,10 @@ from trainer.data.step_count import (
     resolve_eval_and_save_steps,
     resolve_global_batch,
 )
-from trainer.model.adapter import adapted_layers, apply_adapter, capacity_warning, list_rank_warnings
-from trainer.model.stored_settings import find_stored_form
+from trainer.model.adapter import apply_adapter, build_capacity_warning, list_rank_warnings, summarize_adapted_layers
+from trainer.model.stored_settings import find_stored_format
 from trainer.model.targets import describe_unadapted_layers
-from trainer.patches.mamba import describe_unadapted
+from trainer.patches.mamba import describe_unadapted_weights
 from trainer.setup.kinds import find_model_kind
 
 
@@ -36,7 +36,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks)
     if trained is not None and samples is not None:
-        warning = capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
+        warning = build_capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {warning}"] if warning else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, data_ranks), samples, data_ranks)
     lines.append(f"steps: {describe_steps(resolved.training, samples, data_ranks)}")
@@ -51,10 +51,10 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
     dtype = next(model.parameters()).dtype
     peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).task(config).peft_type)
-    adapted = adapted_layers(peft_model)
+    adapted = summarize_adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
-    if (stored := find_stored_form(model.config)) is not None:
+    if (stored := find_stored_format(model.config)) is not None:
         base = f"a base stored in {stored.name}"
     elif config.adapter == "qlora":
         base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
@@ -63,4 +63,4 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
     lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
     lines += list_rank_warnings(config.lora) + describe_unadapted_layers(peft_model, config.lora)
-    return trained, lines + describe_unadapted(peft_model)
+    return trained, lines + describe_unadapted_weights(peft_model)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.adapter_files import WEIGHTS
-from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
+from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, silence_libraries
 from trainer.commands.export.__main__ import export
 from trainer.commands.export.servers import build_lora_arguments
 from trainer.config import CommandParser, UserError, reports_errors
-from trainer.config.command_line import port_number
+from trainer.config.command_line import parse_port_number
 from trainer.setup.kinds import check_task_supports
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
@@ -102,13 +102,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
-    parser.add_argument("--port", type=port_number, default=8000, help="(default: 8000)")
+    parser.add_argument("--port", type=parse_port_number, default=8000, help="(default: 8000)")
     parser.add_argument("--dry-run", action="store_true", help="export, print the server's command and stop")
     parser.add_argument(
         "--options", default="", metavar="TEXT", help="additional server options, such as '--max-model-len 8192'"
     )
     options = parser.parse_args(argv)
-    quiet_libraries()
+    silence_libraries()
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
     check_task_supports(run, "serve")

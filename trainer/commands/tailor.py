@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.checkpoint.finished_run import silence_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
 from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config, reports_errors
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import format_count
 from trainer.config.values import set_dotted
 from trainer.config.yaml_core import dump
 from trainer.contract.default_ranks import choose_default_ranks
 from trainer.contract.output_files import check_output_file
-from trainer.contract.whole_files import write_whole
+from trainer.contract.whole_files import write_text_atomic
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, resolve_global_batch
@@ -35,9 +35,15 @@ from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.model.adapter import BITS_PER_PARAMETER, BITS_PER_TOKEN, adapted_layers, apply_adapter, capacity_warning
-from trainer.model.base import context_length, empty_model, load_model_config
-from trainer.model.expert_layers import expert_modules, expert_width, experts_per_token
+from trainer.model.adapter import (
+    BITS_PER_PARAMETER,
+    BITS_PER_TOKEN,
+    apply_adapter,
+    build_capacity_warning,
+    summarize_adapted_layers,
+)
+from trainer.model.base import build_empty_model, context_length, load_model_config
+from trainer.model.expert_layers import count_experts_per_token, expert_width, find_expert_modules
 from trainer.setup.preflight import prepare
 
 MAX_READ_LENGTH = 16_384
@@ -122,18 +128,18 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
 def _build_profile(prepared: Prepared, context: int | None) -> Profile:
     assert isinstance(prepared.data.train, Samples)
     tokens, targets = prepared.data.train.lengths()
-    model = empty_model(prepared.model_config, ModelSection())
+    model = build_empty_model(prepared.model_config, ModelSection())
     model.tie_weights()
     size = sum(parameter.numel() for parameter in model.parameters())
-    adapted = adapted_layers(apply_adapter(model, LoraSection(r=1), next(model.parameters()).dtype))
+    adapted = summarize_adapted_layers(apply_adapter(model, LoraSection(r=1), next(model.parameters()).dtype))
     per_expert_rank = sum(layer.parameters for layer in adapted if "." in layer.name)
     per_rank = sum(layer.parameters for layer in adapted) - per_expert_rank
-    widths = [expert_width(module) for module in expert_modules(model).values()] if per_expert_rank else []
+    widths = [expert_width(module) for module in find_expert_modules(model).values()] if per_expert_rank else []
     return Profile(
         tokens, targets, context, size, per_rank,
         widest=max(min(map(int, layer.shape.split(" -> "))) for layer in adapted if "." not in layer.name),
         per_expert_rank=per_expert_rank,
-        top_k=experts_per_token(prepared.model_config) if widths else 1,
+        top_k=count_experts_per_token(prepared.model_config) if widths else 1,
         expert_width=min(widths, default=size),
     )  # fmt: skip
 
@@ -158,7 +164,7 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
         settings["lora.experts"] = (True, "most weights of an MoE model are in its experts")
         why = f"a token uses {profile.top_k} experts, with a total rank of r"
         settings["lora.expert_rank"] = ("r/top_k", why)
-    warning = capacity_warning(parameters, trained, rank)
+    warning = build_capacity_warning(parameters, trained, rank)
     return [warning] if warning else []
 
 
@@ -299,19 +305,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora init", description="Write a configuration for this model, data and GPUs.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--gpus", type=positive_int, help="default: the ranks that `zerolora train` would start here")
+    parser.add_argument(
+        "--gpus", type=parse_positive_int, help="default: the ranks that `zerolora train` would start here"
+    )
     parser.add_argument("--gpu-memory")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
     arguments = parser.parse_args(argv)
     gpus = arguments.gpus or choose_default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-    quiet_libraries()
+    silence_libraries()
     check_output_file(arguments.output, f"--output {arguments.output}")
     memory, gpu_text = _resolve_gpu_memory(arguments.gpu_memory)
     request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
     settings, warnings = choose_settings(request)
-    write_whole(arguments.output, render_yaml(settings, arguments.output, warnings))
+    write_text_atomic(arguments.output, render_yaml(settings, arguments.output, warnings))
     load_config(arguments.output)
     for warning in warnings:
         print(f"warning: {warning}")

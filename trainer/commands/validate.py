@@ -11,7 +11,7 @@ import shlex
 
 from trainer.checkpoint.output_folder import check_early, find_output_problem
 from trainer.config import CommandParser, load_config, reports_errors
-from trainer.config.command_line import positive_int
+from trainer.config.command_line import parse_positive_int
 from trainer.contract.default_ranks import choose_default_ranks
 from trainer.contract.standard_streams import PROGRESS
 
@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> None:
         prog="zerolora validate", description="Check a configuration, its model and its data without training."
     )
     parser.add_config()
-    parser.add_argument("--ranks", type=positive_int, help="number of ranks of the run (default: as on this machine)")
+    parser.add_argument(
+        "--ranks", type=parse_positive_int, help="number of ranks of the run (default: as on this machine)"
+    )
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     arguments = parser.parse_intermixed_args(argv)
     ranks = arguments.ranks or choose_default_ranks()
@@ -37,11 +39,11 @@ def main(argv: list[str] | None = None) -> None:
         return
     check_early(loaded.config, to_train=False)
     PROGRESS.show("importing")
-    from trainer.checkpoint.finished_run import quiet_libraries
+    from trainer.checkpoint.finished_run import silence_libraries
     from trainer.commands.run_description import describe_run
     from trainer.setup.preflight import prepare_to_resume
 
-    quiet_libraries()
+    silence_libraries()
     prepared, resumption = prepare_to_resume(loaded.config, arguments.ranks, report=PROGRESS.show, to_train=False)
     for warning in resumption.warnings:
         print(f"warning: {warning}")

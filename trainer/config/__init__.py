@@ -7,9 +7,9 @@ from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.sections import LoggingSection, RunConfig, ScuSection
 from trainer.config.task_sections import ImageSection
-from trainer.config.training_sections import OPTIMIZERS, TrainingSection, ZeroSection, collective_timeout
+from trainer.config.training_sections import OPTIMIZERS, TrainingSection, ZeroSection, compute_collective_timeout
 from trainer.config.types import AUTO
-from trainer.config.zero import engine_zero
+from trainer.config.zero import resolve_engine_zero
 
 __all__ = [
     "AUTO",
@@ -28,9 +28,9 @@ __all__ = [
     "TrainingSection",
     "UserError",
     "ZeroSection",
-    "collective_timeout",
+    "compute_collective_timeout",
     "dump_yaml",
-    "engine_zero",
     "load_config",
     "reports_errors",
+    "resolve_engine_zero",
 ]

@@ -50,7 +50,7 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
     return settings.model_dump(exclude_unset=True)
 
 
-def fully_trained_modules(config: RunConfig) -> tuple[str, ...]:
+def list_fully_trained_modules(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the modules that the adapter trains and saves in full."""
     configured = config.lora.modules_to_save + (PROJECTORS if config.lora.image_parts == "projector" else ())
     return configured or tuple(read_initial_adapter(config).get("modules_to_save") or ())

@@ -9,9 +9,9 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import UserError, one_line, shown
-from trainer.config.messages import setting_type, suggest_override
-from trainer.config.values import accepted_types, is_null, is_text
+from trainer.config.errors import UserError, format_one_line, shown
+from trainer.config.messages import get_setting_type, suggest_override
+from trainer.config.values import is_null, is_text, list_accepted_types
 from trainer.config.yaml_core import parse, parse_scalar
 
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
@@ -35,7 +35,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError(
             f"{shown(text)}: settings are written without leading dashes; write {name.lstrip('-')}={shown(value)}"
         )
-    return name, _parse_typed(setting_type(ALIASES.get(name, name)), name, value)
+    return name, _parse_typed(get_setting_type(ALIASES.get(name, name)), name, value)
 
 
 def _parse_typed(annotation: Any, name: str, value: str) -> Any:
@@ -46,7 +46,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
                 return quoted
     if annotation is not None and is_text(annotation):
         return None if not text or is_null(annotation, text) else value
-    is_list_of_words = annotation is not None and tuple in accepted_types(annotation)
+    is_list_of_words = annotation is not None and tuple in list_accepted_types(annotation)
     if not text.startswith(("[", "{")):
         return parse_scalar(text) if not is_list_of_words or parse_scalar(text) is None else value
     try:
@@ -59,7 +59,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
         ) from None
 
 
-def positive_int(text: str) -> int:
+def parse_positive_int(text: str) -> int:
     """Parse a whole number of at least 1; for use as the `type` of an argument."""
     try:
         value = int(text)
@@ -70,7 +70,7 @@ def positive_int(text: str) -> int:
     return value
 
 
-def port_number(text: str) -> int:
+def parse_port_number(text: str) -> int:
     """Parse a port number; for use as the `type` of an argument."""
     if not text.isdecimal() or not 1 <= int(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
@@ -95,7 +95,7 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[...,
                 print(f"error: {error}", file=sys.stderr)
                 return error.exit_code
             except failures as error:
-                print(f"failed: {one_line(str(error))}", file=sys.stderr)
+                print(f"failed: {format_one_line(str(error))}", file=sys.stderr)
                 return 1
 
         return run
@@ -155,11 +155,11 @@ class CommandParser(argparse.ArgumentParser):
         if words and takes_overrides and (override := suggest_override(words[0])):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         message = message.removesuffix(", key=value")  # argparse lists it as required
-        return f"{one_line(message)}; see `{self.prog} --help`"
+        return f"{format_one_line(message)}; see `{self.prog} --help`"
 
 
 def _format_names(action: argparse.Action) -> tuple[str, ...]:
-    kind = "N" if action.type in (int, positive_int) else action.dest.upper()
+    kind = "N" if action.type in (int, parse_positive_int) else action.dest.upper()
     value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()) or kind)
     return (", ".join(reversed(action.option_strings)), value) if action.option_strings else (value,)
 

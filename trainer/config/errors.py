@@ -32,7 +32,7 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-def one_line(message: str) -> str:
+def format_one_line(message: str) -> str:
     """Format a message as one printable line of bounded length.
 
     The beginning names the setting and the end the fix, so long words and then the line are cut in the middle.
@@ -55,7 +55,7 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         # Cluster logs are searched line by line, so messages of libraries are joined to one line.
-        super().__init__(one_line(message))
+        super().__init__(format_one_line(message))
 
 
 class UserErrors(UserError):
@@ -81,7 +81,7 @@ _PATH_FIXES = {
 }
 
 
-def find_path_mistake(error: OSError) -> UserError | None:
+def convert_path_error(error: OSError) -> UserError | None:
     """Convert an OSError about permissions or an invalid path to a UserError; return None for other errors.
 
     Any file operation may raise such an error, so commands convert it in one place instead of checking every path.

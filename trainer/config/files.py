@@ -1,4 +1,4 @@
-"""Read files that may be damaged: every problem raises UnreadableFile with a one-line message.
+"""Read files that may be damaged: every problem raises UnreadableFileError with a one-line message.
 
 Hostfiles and files of runs and models can be damaged, half copied or edited by hand. Every reader of such files uses
 this module and passes the type that it relies on as `type_`, so that no file causes a traceback.
@@ -24,7 +24,7 @@ Seconds = Annotated[float, Field(ge=0.0, lt=2**40)]
 MAX_TEXT_BYTES = 1 << 28
 
 
-class UnreadableFile(UserError):
+class UnreadableFileError(UserError):
     """Raised if a file exists but cannot be used; callers may build their own message from its attributes."""
 
     def __init__(self, path: Path, problem: str, fix: str = "restore or replace the file") -> None:
@@ -46,11 +46,11 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
     Raises:
         FileNotFoundError: if the file does not exist, so that callers can distinguish missing from damaged files.
-        UnreadableFile: if it is a folder, pipe or device, may not be read, or is larger than `max_bytes`.
+        UnreadableFileError: if it is a folder, pipe or device, may not be read, or is larger than `max_bytes`.
     """
     content = _read(path, 0, max_bytes + 1)
     if len(content) > max_bytes:
-        raise UnreadableFile(path, f"is larger than {max_bytes:,} bytes")
+        raise UnreadableFileError(path, f"is larger than {max_bytes:,} bytes")
     return content
 
 
@@ -58,16 +58,18 @@ def _read(path: Path, offset: int, count: int) -> bytes:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise UnreadableFile(path, "is a folder" if stat.S_ISDIR(mode) else "is not a regular file")
+            raise UnreadableFileError(path, "is a folder" if stat.S_ISDIR(mode) else "is not a regular file")
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(count)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(error.errno, "No such file or directory", str(path)) from None
     except OSError as error:
-        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "check its permissions and disk") from None
+        raise UnreadableFileError(
+            path, f"cannot be read ({error.strerror})", "check its permissions and disk"
+        ) from None
     except ValueError:  # a null character in the name
-        raise UnreadableFile(path, "is not a valid file name") from None
+        raise UnreadableFileError(path, "is not a valid file name") from None
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -76,13 +78,13 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def decode_text(content: bytes, path: Path) -> str:
-    """Decode UTF-8 without a byte-order mark; raises UnreadableFile with the line of the first invalid byte."""
+    """Decode UTF-8 without a byte-order mark; raises UnreadableFileError with the line of the first invalid byte."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         problem = f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8"
-        raise UnreadableFile(path, problem, "save it as UTF-8 text") from None
+        raise UnreadableFileError(path, problem, "save it as UTF-8 text") from None
 
 
 def read_json(path: Path, type_: Any = dict[str, Any], max_bytes: int = MAX_TEXT_BYTES) -> Any:
@@ -90,16 +92,16 @@ def read_json(path: Path, type_: Any = dict[str, Any], max_bytes: int = MAX_TEXT
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        UnreadableFile: if it cannot be read, is not JSON, or does not have that type.
+        UnreadableFileError: if it cannot be read, is not JSON, or does not have that type.
     """
     return parse_json(read_bytes(path, max_bytes), path, type_)
 
 
-def find_json(path: Path, type_: Any, default: Any = None) -> Any:
+def read_json_or_default(path: Path, type_: Any, default: Any = None) -> Any:
     """Return the JSON value in a file, or `default` if the file is missing or unusable."""
     try:
         return read_json(path, type_)
-    except (FileNotFoundError, UnreadableFile):
+    except (FileNotFoundError, UnreadableFileError):
         return default
 
 
@@ -109,34 +111,34 @@ def read_value(path: Path, dotted: str, type_: Any) -> Any:
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     try:
-        return check_shape(value, path, type_)
-    except UnreadableFile as error:
-        raise UnreadableFile(path, f"{dotted}: {error.problem}") from None
+        return check_type(value, path, type_)
+    except UnreadableFileError as error:
+        raise UnreadableFileError(path, f"{dotted}: {error.problem}") from None
 
 
 def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) -> Any:
-    """Parse JSON that was read from `path` and validate it as `type_`; raises UnreadableFile if it is invalid."""
+    """Parse JSON that was read from `path` and validate it as `type_`; raises UnreadableFileError if it is invalid."""
     text = decode_text(content, path) if isinstance(content, bytes) else content
     try:
         value = json.loads(text)
     except RecursionError:
-        raise UnreadableFile(path, "is nested too deeply to be read as JSON") from None
+        raise UnreadableFileError(path, "is nested too deeply to be read as JSON") from None
     except json.JSONDecodeError as error:
         problem = f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-        raise UnreadableFile(path, problem) from None
+        raise UnreadableFileError(path, problem) from None
     except ValueError as error:  # more digits than Python converts
-        raise UnreadableFile(path, f"is not JSON that can be read ({error})") from None
-    return check_shape(value, path, type_)
+        raise UnreadableFileError(path, f"is not JSON that can be read ({error})") from None
+    return check_type(value, path, type_)
 
 
-def check_shape(value: Any, path: Path, type_: Any) -> Any:
-    """Validate a value read from `path` as `type_`; raises UnreadableFile that describes the first invalid part."""
+def check_type(value: Any, path: Path, type_: Any) -> Any:
+    """Validate a value read from `path` as `type_`; raises UnreadableFileError naming the first invalid part."""
     try:
         return _build_type_adapter(type_).validate_python(value)
     except ValidationError as error:
-        raise UnreadableFile(path, describe_first(error)) from None
+        raise UnreadableFileError(path, describe_first(error)) from None
     except RecursionError:
-        raise UnreadableFile(path, "is nested too deeply") from None
+        raise UnreadableFileError(path, "is nested too deeply") from None
 
 
 def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
@@ -146,21 +148,21 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        UnreadableFile: if it is not a safetensors file, or its header contradicts itself or the size of the file.
+        UnreadableFileError: if it is not a safetensors file, or its header contradicts itself or the size of the file.
     """
     begin = _read(path, 0, 9)
     length = int.from_bytes(begin[:8], "little")
     # The first bytes of a pickle or zip may be a valid length, but its ninth byte is not `{`.
     if len(begin) < 9 or begin[8:] != b"{":
         fix = "only safetensors files are loaded, because pickled weights can run code"
-        raise UnreadableFile(path, "is not a safetensors file", fix)
+        raise UnreadableFileError(path, "is not a safetensors file", fix)
     try:
         with safe_open(path, "numpy"):
             header: dict[str, Any] = parse_json(_read(path, 8, length), path)
     except SafetensorError as error:
-        raise UnreadableFile(path, f"is truncated or damaged ({error})", "copy or download it again") from None
-    metadata: dict[str, str] = check_shape(header.pop("__metadata__", {}), path, dict[str, str])
-    return check_shape(header, path, dict[str, TensorEntry]), metadata, 8 + length
+        raise UnreadableFileError(path, f"is truncated or damaged ({error})", "copy or download it again") from None
+    metadata: dict[str, str] = check_type(header.pop("__metadata__", {}), path, dict[str, str])
+    return check_type(header, path, dict[str, TensorEntry]), metadata, 8 + length
 
 
 @lru_cache(maxsize=64)

@@ -126,12 +126,12 @@ def _follow_location(location: Sequence[str | int]) -> tuple[list[str], type[Bas
     return path, section
 
 
-def setting_type(dotted: str) -> Any:
+def get_setting_type(dotted: str) -> Any:
     """Return the type of a setting; None if it does not exist or accepts anything."""
     above, _, name = dotted.rpartition(".")
     if section := find_section(above.split(".") if above else []):
         return section.model_fields[name].annotation if name in section.model_fields else None
-    kind = setting_type(above)
+    kind = get_setting_type(above)
     return get_args(kind)[1] if get_origin(kind) is dict and get_args(kind)[1] is not Any else None
 
 

@@ -12,7 +12,7 @@ from trainer.config.aliases import ADVICE, ALIASES
 from trainer.config.checks import find_invalid_combinations
 from trainer.config.errors import Mistake, shown
 from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
-from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, switch_value
+from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, read_switch_value
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTIONS
 from trainer.config.zero import gathers_by_layer
@@ -118,7 +118,8 @@ class Mistakes:
         """
         is_in_file = not self._is_overridden(unused.name)
         return any(
-            self._is_configured(name) and (not switch_value(config, name) or (is_in_file and self._is_overridden(name)))
+            self._is_configured(name)
+            and (not read_switch_value(config, name) or (is_in_file and self._is_overridden(name)))
             for name in unused.need.switch.split()
         )
 

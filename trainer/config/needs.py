@@ -31,7 +31,7 @@ class Needs:
         """Return whether the setting has an effect; true if the value of the switch is not known yet."""
         if setting in self.switch.split():
             return True
-        values = [switch_value(config, name) for name in self.switch.split()]
+        values = [read_switch_value(config, name) for name in self.switch.split()]
         return any(value is _UNKNOWN or self._allows(value) for value in values)
 
     def _allows(self, value: Any) -> bool:
@@ -51,7 +51,7 @@ class Needs:
         names = self.switch.split()
         if not self.values:
             return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
-        state = "given instead" if self.is_absence else shown(switch_value(config, names[0]))
+        state = "given instead" if self.is_absence else shown(read_switch_value(config, names[0]))
         return f"{names[0]} is {state}"
 
     def format_condition(self) -> str:
@@ -106,7 +106,7 @@ def list_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[N
     return tuple(replace(need, switch=re.sub(r"(^| )\.", rf"\1{prefix}", need.switch)) for need in declared)
 
 
-def switch_value(config: Any, name: str) -> Any:
+def read_switch_value(config: Any, name: str) -> Any:
     """Return the value of a setting, or HUB for a model or dataset that is not on this machine."""
     value = config
     for part in name.split("."):

@@ -49,13 +49,13 @@ def is_remote(text: str) -> bool:
     return _STORE.match(text) is not None
 
 
-def local_copy(url: str) -> Path:
+def get_local_copy(url: str) -> Path:
     """Return the path of a URL's local copy in the cache."""
     scheme, _, rest = url.partition("://")
     return _get_cache_folder().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
 
 
-def remote_url(path: Path) -> str | None:
+def get_remote_url(path: Path) -> str | None:
     """Return the object-store URL for the path of a local copy; None for any other path."""
     path = path.absolute()
     if not path.is_relative_to(_get_cache_folder()):
@@ -72,7 +72,7 @@ def _expand_output(text: str) -> str:
     if control := re.search(r"[\x01-\x1f\x7f]", text):
         raise ValueError(f"has a control character ({control[0]!r}), which terminals would interpret; remove it")
     if _STORE.match(path := expand_path(text)):
-        return str(local_copy(path))
+        return str(get_local_copy(path))
     if "://" in path:
         raise ValueError("is not the URL of an object store; use a folder, or a URL such as s3://bucket/run")
     return path

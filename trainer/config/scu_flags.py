@@ -18,7 +18,7 @@ from typing import IO, Any, NoReturn
 
 from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
-from trainer.config.files import Count, UnreadableFile, read_json, read_value
+from trainer.config.files import Count, UnreadableFileError, read_json, read_value
 from trainer.config.load import LoadedConfig, load_config
 from trainer.config.values import set_dotted
 from trainer.config.yaml_core import read_yaml
@@ -133,7 +133,7 @@ def read_resumed_ranks(run: Path) -> int:
     """Return the number of ranks of the run to resume; 1 if the number is not recorded."""
     try:
         return read_value(run / "run.json", "world_size", Count)
-    except (FileNotFoundError, UnreadableFile):
+    except (FileNotFoundError, UnreadableFileError):
         return 1
 
 
@@ -143,7 +143,7 @@ def _suggest_checkpoints(run: Path) -> str:
     return f"{run} has {names}" if names else f"{run} has no checkpoints; remove the flag"
 
 
-def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
+def load_flag_config(path: Path, options: argparse.Namespace) -> LoadedConfig:
     """Load the configuration generated from the flags; raises UserErrors that name flags, not settings."""
     try:
         return load_config(path, options.overrides, with_lines=False)

@@ -270,7 +270,7 @@ class TrainingSection(Section):
         return settings
 
 
-def collective_timeout(training: TrainingSection) -> float:
+def compute_collective_timeout(training: TrainingSection) -> float:
     """Return torch's timeout for collectives in minutes, long enough for the watchdog to report the hanging rank."""
     if not training.hang_timeout:
         return training.timeout_minutes

@@ -15,15 +15,15 @@ _TRUE, _FALSE = ("true", "yes", "on", "y"), ("false", "no", "off", "n")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(_[0-9]{3})+")
 
 
-def accepted_types(annotation: Any) -> frozenset[Any]:
+def list_accepted_types(annotation: Any) -> frozenset[Any]:
     """Return the types that a setting accepts. String choices appear as `Literal`, other choices as their type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return accepted_types(arguments[0])
+        return list_accepted_types(arguments[0])
     if origin is Literal:
         return frozenset({Literal, *(type(value) for value in arguments if not isinstance(value, str))})
     if origin in (Union, UnionType):
-        return frozenset().union(*map(accepted_types, arguments))
+        return frozenset().union(*map(list_accepted_types, arguments))
     return frozenset({origin or annotation})
 
 
@@ -38,17 +38,17 @@ def list_choices(annotation: Any) -> frozenset[str]:
 
 def is_text(annotation: Any) -> bool:
     """Return whether a setting accepts any string."""
-    return str in accepted_types(annotation) <= {str, NoneType}
+    return str in list_accepted_types(annotation) <= {str, NoneType}
 
 
 def is_null(annotation: Any, value: str) -> bool:
     """Return whether this string means null for a setting of this type."""
-    return NoneType in accepted_types(annotation) and value.strip().lower() in _NULL
+    return NoneType in list_accepted_types(annotation) and value.strip().lower() in _NULL
 
 
 def parse_value(annotation: Any, value: Any) -> Any:
     """Convert a value to the type of its setting; raises ValueError for a boolean written as `yes` or 1."""
-    types = accepted_types(annotation)
+    types = list_accepted_types(annotation)
     is_number = bool(types & {int, float})
     if isinstance(value, bool):
         if is_number and bool not in types:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from trainer.config.errors import UserError
-from trainer.config.files import UnreadableFile, decode_text, read_bytes
+from trainer.config.files import UnreadableFileError, decode_text, read_bytes
 
 MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
@@ -192,7 +192,7 @@ def read_text(path: Path, fix: str = PRESETS) -> str:
         if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
             raise UserError(f"{path}: is a setting; pass the run's YAML file before it") from None
         raise UserError(f"{path}: no such file; {fix}") from None
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         raise UserError(f"{path}: {error.problem}; use a YAML configuration in UTF-8") from None
 
 

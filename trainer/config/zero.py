@@ -45,7 +45,7 @@ def gathers_by_layer(config: RunConfig) -> bool:
     return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_problem(config) is None
 
 
-def engine_zero(config: RunConfig) -> ZeroSection:
+def resolve_engine_zero(config: RunConfig) -> ZeroSection:
     """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base model.
 
     Runs with several adapters use stage 1 instead of 0, because its optimizer skips the update of all adapters if the

@@ -3,8 +3,8 @@
 The file lists its holders: the launcher and, once it has joined, rank 0; without our launcher, only rank 0. It is
 created with O_EXCL, which also works on network file systems. A thread of each holder touches it every few seconds.
 Holders on this machine are identified by process and start time. Holders elsewhere are considered dead once the
-file's mtime has not changed for STALE_S by the local clock. `check` raises FolderLost in a holder that lost its lock
-because it was stopped or disconnected.
+file's mtime has not changed for STALE_S by the local clock. `check` raises FolderLostError in a holder that lost its
+lock because it was stopped or disconnected.
 """
 
 import json
@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Self
 
 from trainer.config.errors import UserError
-from trainer.config.files import UnreadableFile, parse_json
+from trainer.config.files import UnreadableFileError, parse_json
 from trainer.contract.launcher_process import ProcessMark
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.contract.whole_files import write_json
 
 LOCK_FILE = "lock.json"
@@ -37,7 +37,7 @@ POLL_S = 1.0
 MAX_DELAY_S = 30.0
 
 
-class FolderLost(UserError):
+class FolderLostError(UserError):
     """Raised if another run has taken over the folder; this run must no longer write to it."""
 
     exit_code = 1
@@ -52,7 +52,7 @@ class Holder:
     def for_this_process(cls) -> "Holder":
         mark = ProcessMark.read(os.getpid())
         assert mark is not None, "/proc lacks this process"
-        return cls(host_name(), mark)
+        return cls(get_host_name(), mark)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class FolderLock:
     def join(cls, run_dir: Path, token: str) -> "FolderLock | None":
         """Join the launcher's lock `token` as a holder; return None if its folder is not visible on this host.
 
-        Raises FolderLost if another run has taken over the folder.
+        Raises FolderLostError if another run has taken over the folder.
         """
         lock = _read_delayed(run_dir, lambda lock: bool(lock.token))
         if lock is None:
@@ -153,7 +153,7 @@ class FolderLock:
         return not self._is_lost
 
     def check(self) -> None:
-        """Raise FolderLost if another run has taken over the folder; call this before writing to it."""
+        """Raise FolderLostError if another run has taken over the folder; call this before writing to it."""
         if not self._still_holds():
             raise _lost_error(self._run_dir, _read(self._path))
 
@@ -163,7 +163,7 @@ class FolderLock:
             self._ended.set()
             self._thread.join(timeout=BEAT_S)
             # If the file server is down, the next run will see that the holders are dead.
-            with suppress(OSError, UnreadableFile):
+            with suppress(OSError, UnreadableFileError):
                 if self._owns and self._still_holds():
                     self._path.unlink(missing_ok=True)
 
@@ -186,7 +186,7 @@ class FolderLock:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
             # The file server may not respond; `check` raises if another run takes over.
-            with suppress(OSError, UnreadableFile):
+            with suppress(OSError, UnreadableFileError):
                 if not self._still_holds():
                     return
                 os.utime(self._path)
@@ -256,9 +256,9 @@ def _locked_error(run_dir: Path, lock: Lock) -> UserError:
     return UserError(f"{problem}; wait until it ends, or use another folder")
 
 
-def _lost_error(run_dir: Path, lock: Lock | None) -> FolderLost:
+def _lost_error(run_dir: Path, lock: Lock | None) -> FolderLostError:
     by = f" by {lock.describe()}" if lock else ""
-    return FolderLost(
+    return FolderLostError(
         f"output_dir={run_dir}: taken over by another run{by}, because this run sent no heartbeat for {STALE_S:.0f} s; "
         "stopping without a save"
     )
@@ -283,11 +283,11 @@ def _create(path: Path, lock: Lock) -> bool:
 def _read(path: Path) -> Lock | None:
     """Return the lock; None if the file does not exist.
 
-    An incomplete or damaged lock has no holders. Raises UnreadableFile for a folder or pipe, OSError for errors of the
-    file system.
+    An incomplete or damaged lock has no holders. Raises UnreadableFileError for a folder or pipe, OSError for errors of
+    the file system.
     """
     if path.exists() and not path.is_file():
-        raise UnreadableFile(path, f"is a {'folder' if path.is_dir() else 'pipe or device'}", "move it away")
+        raise UnreadableFileError(path, f"is a {'folder' if path.is_dir() else 'pipe or device'}", "move it away")
     try:
         # Opening makes network file systems ask their server.
         with path.open("rb") as file:
@@ -296,7 +296,7 @@ def _read(path: Path) -> Lock | None:
         return None
     try:
         return replace(parse_json(content, path, Lock), beat=beat)
-    except UnreadableFile:
+    except UnreadableFileError:
         return Lock("", "", "", 0, (), beat)
 
 

@@ -20,7 +20,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainer.config.files import Count, ProcessId, Seconds, UnreadableFile, find_json, parse_json, read_bytes
+from trainer.config.files import (
+    Count,
+    ProcessId,
+    Seconds,
+    UnreadableFileError,
+    parse_json,
+    read_bytes,
+    read_json_or_default,
+)
 
 LINE_BYTES, STEP_BYTES = 768, 32
 MAX_BYTES, MAX_STEPS = 1 << 16, 2**63
@@ -86,7 +94,7 @@ class Heartbeat:
         """Parse the result of `encode`; return None if it is incomplete or damaged."""
         try:
             return parse_json(line, Path("heartbeat"), cls)
-        except UnreadableFile:
+        except UnreadableFileError:
             return None
 
 
@@ -101,7 +109,7 @@ class Hang:
 
 def read_hang(logs: Path) -> Hang | None:
     """Return the ranks' verdict; None if it does not exist or cannot be read."""
-    return find_json(logs / VERDICT_FILE, Hang)
+    return read_json_or_default(logs / VERDICT_FILE, Hang)
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
@@ -115,7 +123,7 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
         try:
             line, _, step_line = read_bytes(path, MAX_BYTES).partition(b"\n")
             steps = [int(word) for word in step_line.split()]
-        except (OSError, ValueError, UnreadableFile):
+        except (OSError, ValueError, UnreadableFileError):
             continue
         beat = Heartbeat.parse(line)
         if beat is None or path.stem != f"heartbeat-{beat.rank}":

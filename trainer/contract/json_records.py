@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.config.errors import UserError
-from trainer.config.files import UnreadableFile, parse_json, read_json
+from trainer.config.files import UnreadableFileError, parse_json, read_json
 from trainer.contract.whole_files import write_json
 
 MAX_METRICS_BYTES = 1 << 34
@@ -25,11 +25,11 @@ State = Literal["OK", "WARN", "FAIL"]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
-    """Return the metrics of a step from a line of metrics.jsonl; raises UnreadableFile for an invalid line."""
+    """Return the metrics of a step from a line of metrics.jsonl; raises UnreadableFileError for an invalid line."""
     record: Record = parse_json(line, path, _Schema)
     step = record.get("step")
     if step is None or step < 0:
-        raise UnreadableFile(path, "has a record without a step, or with a negative step")
+        raise UnreadableFileError(path, "has a record without a step, or with a negative step")
     return record
 
 
@@ -48,7 +48,7 @@ def read_sweep(folder: Path) -> list[SweptRun]:
         return read_json(folder / SWEEP, dict[str, list[SweptRun]]).get("runs", [])
     except FileNotFoundError:
         return []
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         raise UserError(f"{error.path}: {error.problem}; remove it") from None
 
 

@@ -111,6 +111,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def package_versions() -> dict[str, str]:
+def read_package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect a run's results."""
     return {package: release for package in PACKAGES if (release := installed_version(package)) is not None}

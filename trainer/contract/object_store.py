@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.files import find_json
-from trainer.config.paths import is_remote, local_copy, remote_url
+from trainer.config.files import read_json_or_default
+from trainer.config.paths import get_local_copy, get_remote_url, is_remote
 
 LAST = "COMPLETE"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -62,14 +62,14 @@ def _download(system: Any, root: str, names: Iterable[str], target: Path) -> Non
 
 def fetch_data(url: str, named: str) -> Path:
     """Return a local copy of a file or folder, downloaded again after any change. Raises UserError if it is missing."""
-    target = local_copy(url)
+    target = get_local_copy(url)
     record = target.with_name(f".{target.name}.versions")
     with open_store(url, named) as (system, root):
         files = _list_files(system, root)
         if not files:
             raise UserError(f"{named}: no such file or folder; check its name")
         versions = {name: str([entry.get(key) for key in VERSION]) for name, entry in files.items()}
-        known = find_json(record, dict[str, str], {})
+        known = read_json_or_default(record, dict[str, str], {})
         if versions != known or not target.exists():
             record.unlink(missing_ok=True)
             _download(system, root, files, target)
@@ -83,7 +83,7 @@ def open_run(text: str) -> Path:
     """Return the local folder of a run or checkpoint; fetch it first if it is in an object store."""
     if not is_remote(text):
         return Path(text)
-    folder = local_copy(text)
+    folder = get_local_copy(text)
     fetch_run(folder.parent if CHECKPOINT.fullmatch(folder.name) else folder)
     return folder
 
@@ -104,7 +104,7 @@ def _find_newest_step(checkpoints: set[str]) -> int:
 
 def fetch_run(run_dir: Path) -> None:
     """Download the checkpoints that the copy lacks, and the other files if the store has a newer checkpoint."""
-    if (url := remote_url(run_dir)) is None:
+    if (url := get_remote_url(run_dir)) is None:
         return
     with open_store(url, f"output_dir={url}") as (system, root):
         (remote, stored), (_, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
@@ -119,7 +119,7 @@ def upload_run(run_dir: Path) -> str | None:
 
     Deletes checkpoints that only the store has: this run fetched them, and then moved or deleted its copies.
     """
-    if (url := remote_url(run_dir)) is None:
+    if (url := get_remote_url(run_dir)) is None:
         return None
     with open_store(url) as (system, root):
         (remote, stored), (local, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))

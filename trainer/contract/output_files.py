@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.files import find_json, read_bytes
+from trainer.config.files import read_bytes, read_json_or_default
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers only have the number in their message
@@ -38,7 +38,7 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
     check_output_file(path, named)
     if not path.is_file() or not path.stat().st_size:
         return
-    if not keys <= find_json(path, dict[str, Any], {}).keys():
+    if not keys <= read_json_or_default(path, dict[str, Any], {}).keys():
         raise UserError(f"{named}: already exists with other content; use another file, or remove this one")
 
 

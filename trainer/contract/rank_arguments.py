@@ -38,7 +38,7 @@ def get_typed_command(argv: Sequence[str]) -> list[str]:
     return [Path(typed[0]).name, *typed[1:]]
 
 
-def resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
+def build_resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
     """Return the command that resumes this run, which may have started by overwriting an earlier one.
 
     If `zerolora` did not start the ranks, the command is unknown, and only the settings to add are returned.

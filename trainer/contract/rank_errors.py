@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.files import Count, find_json
+from trainer.config.files import Count, read_json_or_default
 from trainer.contract.whole_files import write_json
 
 
-class OtherRankFailed(Exception):
+class OtherRankError(Exception):
     """Base class of errors that a rank raises because another rank has failed."""
 
 
@@ -30,7 +30,7 @@ class RankError:
     def from_exception(cls, rank: int, error: Exception) -> "RankError":
         is_user_error = isinstance(error, UserError)
         text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
-        return cls(rank, text, is_user_error, isinstance(error, OtherRankFailed))
+        return cls(rank, text, is_user_error, isinstance(error, OtherRankError))
 
     def write(self, logs: Path) -> None:
         """Write the file; ignore disk errors, because the log also has the error."""
@@ -40,5 +40,5 @@ class RankError:
 
 def read_errors(logs: Path) -> dict[int, RankError]:
     """Return the error of each rank that has written one; damaged files are ignored."""
-    errors: list[RankError | None] = [find_json(path, RankError) for path in logs.glob("error-*.json")]
+    errors: list[RankError | None] = [read_json_or_default(path, RankError) for path in logs.glob("error-*.json")]
     return {error.rank: error for error in errors if error is not None}

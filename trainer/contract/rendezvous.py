@@ -47,7 +47,7 @@ def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, i
     return None, 0, 1, 0
 
 
-def srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
+def read_srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
     """Return the rendezvous address and port of a SLURM step: its first node, and the port of its job."""
     return parse_first_host(env["SLURM_STEP_NODELIST"]), job_port(int(env["SLURM_JOB_ID"]))
 
@@ -60,7 +60,7 @@ def parse_first_host(node_list: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def host_name() -> str:
+def get_host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -69,7 +69,7 @@ def random_port() -> int:
     return FIRST_PORT + secrets.randbelow(PORTS)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a free port outside the range of outgoing connections. Raises UserError after 100 attempts."""
     for _ in range(100):
         port = random_port()
@@ -93,7 +93,7 @@ def find_port_problem(port: int) -> str:
     return ""
 
 
-def port_taken_message(port: int, reason: str, host: str = "this host") -> str:
+def format_port_error(port: int, reason: str, host: str = "this host") -> str:
     return f"--master-port {port}: not free on {host} ({reason}); use another port, or omit the option"
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.files import Count, find_json, read_json
+from trainer.config.files import Count, read_json, read_json_or_default
 from trainer.contract.json_records import SWEEP
 from trainer.contract.whole_files import write_json
 
@@ -42,7 +42,7 @@ class RestartNote:
 
     @classmethod
     def take(cls, logs: Path) -> "RestartNote | None":
-        """Read and remove the note; return None if it does not exist. Raises UnreadableFile if it is damaged."""
+        """Read and remove the note; return None if it does not exist. Raises UnreadableFileError if it is damaged."""
         try:
             note: RestartNote = read_json(logs / _NOTE_FILE, cls)
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class AdapterChanges:
 
     @staticmethod
     def read(run_dir: Path) -> "AdapterChanges | None":
-        return find_json(run_dir / "logs" / _CHANGES_FILE, AdapterChanges)
+        return read_json_or_default(run_dir / "logs" / _CHANGES_FILE, AdapterChanges)
 
     def write(self, run_dir: Path) -> None:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> l
 
 def read_restarts(run_dir: Path) -> list[Restart]:
     """Return the restarts of a run in order; an empty list if the record cannot be read."""
-    return find_json(run_dir / "logs" / _FILE, list[Restart], [])
+    return read_json_or_default(run_dir / "logs" / _FILE, list[Restart], [])
 
 
 def record_restart(run_dir: Path, restart: Restart) -> None:

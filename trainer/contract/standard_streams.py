@@ -49,7 +49,7 @@ class _ForgivingFile(io.FileIO):
             return memoryview(data).nbytes
 
 
-def forgiving_stream(descriptor: int, errors: str = "replace") -> TextIO:
+def open_forgiving_stream(descriptor: int, errors: str = "replace") -> TextIO:
     """Return a line-buffered text stream that ignores write errors."""
     raw = io.BufferedWriter(_ForgivingFile(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)

@@ -13,7 +13,7 @@ from typing import Any
 FSYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """Replace the content of `path` atomically, keeping links and the permissions of an existing file."""
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -33,7 +33,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically. Raises ValueError for NaN and infinity, which are not valid JSON."""
-    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_text_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def apply_umask(path: Path) -> None:

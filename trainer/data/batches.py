@@ -312,7 +312,7 @@ class StreamBatches(GlobalBatches):
         return samples
 
 
-def evaluation_batches(
+def iterate_evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
     """Yield this rank's batches of one pass, in order; some may be empty, so that all ranks get the same number."""

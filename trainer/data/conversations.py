@@ -26,7 +26,7 @@ LOST_SYSTEM = "a system turn that the chat template drops; see dataset.chat_temp
 LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END, FIRST_FRAME)
 
 
-def find_chat_template(
+def load_chat_template(
     tokenizer: PreTrainedTokenizerBase, configured: str | None, *, for_tools: bool = False
 ) -> str | None:
     """Return the Jinja template to use: the configured text or file, else the tokenizer's, else None.
@@ -57,7 +57,7 @@ def render_prompt(
     `messages` have a role and text content. The text contains the template's special tokens; tokenize it without adding
     more. Raises UserError if there is no chat template, or it rejects the conversation.
     """
-    source = find_chat_template(tokenizer, section.chat_template, for_tools=bool(tools))
+    source = load_chat_template(tokenizer, section.chat_template, for_tools=bool(tools))
     if source is None:
         raise UserError("dataset.chat_template: not set, and the tokenizer has no chat template; set one")
     if tools and "tools" not in source:

@@ -19,15 +19,15 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import replaces
-from trainer.data.conversations import LOST, ChatEncoder, build_template_variables, find_chat_template
+from trainer.data.conversations import LOST, ChatEncoder, build_template_variables, load_chat_template
 from trainer.data.formats import PREFERENCE, UNPAIRED, RecordFormat, detect_format, join_names
 from trainer.data.marks import strip_reasoning
 from trainer.data.pairs import LabeledAnswer, Pair, join_labeled_answers, join_pair, read_pair, read_unpaired
-from trainer.data.records import Text, Turns, find_prompt_form, flag_nonempty_answers, read_record
+from trainer.data.records import Text, Turns, find_prompt_format, flag_nonempty_answers, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row
-from trainer.data.tokens import EncodedDocument, encode_texts, find_leading_token
+from trainer.data.tokens import EncodedDocument, detect_leading_token, encode_texts
 from trainer.data.vision import ImageReader
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SourceReport:
     skipped: int
     notes: tuple[str, ...]
     prompt_text: str | None
-    """Format string of text prompts (see `find_prompt_form`); None for conversations."""
+    """Format string of text prompts (see `find_prompt_format`); None for conversations."""
 
 
 class DocumentEncoder:
@@ -71,10 +71,10 @@ class DocumentEncoder:
         self.train_on = frozenset("assistant" if role == "last" else role for role in section.train_on)
         self._only_last = "last" in section.train_on
         self._strips = section.thinking in ("strip", "empty")
-        template = find_chat_template(tokenizer, section.chat_template)
+        template = load_chat_template(tokenizer, section.chat_template)
         self.chat = None
         if template:
-            for_tools = find_chat_template(tokenizer, section.chat_template, for_tools=True)
+            for_tools = load_chat_template(tokenizer, section.chat_template, for_tools=True)
             if section.thinking == "empty" and "enable_thinking" not in template:
                 raise UserError("dataset.thinking=empty: the chat template has no variable enable_thinking; use strip")
             self.chat = ChatEncoder(
@@ -90,7 +90,7 @@ class DocumentEncoder:
         self.system_prompt = section.system_prompt
         self.skips = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._first = find_leading_token(tokenizer)
+        self._first = detect_leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def detect_format(
@@ -227,7 +227,7 @@ class DocumentEncoder:
             notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
         if problems:
             notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
-        text = find_prompt_form(fmt, first)
+        text = find_prompt_format(fmt, first)
         if text is not None and self.chat is not None and fmt.name == "prompt_completion":
             fields = f"{{instruction: {fmt.names['prompt']}, output: {fmt.names['completion']}}}"
             notes.append(

@@ -143,14 +143,14 @@ def decode_image(data: bytes, name: str) -> Any:
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            refuse_high_depth(image, name)
+            reject_high_depth(image, name)
             upright = ImageOps.exif_transpose(image)
             if not upright.has_transparency_data:
                 return upright.convert("RGB")
             white = Image.new("RGBA", upright.size, "white")
             return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise damaged_image_error(name, error) from None
+        raise build_damaged_image_error(name, error) from None
 
 
 def thumbnail(stored: bytes) -> str:
@@ -161,7 +161,7 @@ def thumbnail(stored: bytes) -> str:
     return f"{THUMBNAIL_START}{base64.b64encode(file.getvalue()).decode()}"
 
 
-def refuse_high_depth(image: Any, name: str) -> None:
+def reject_high_depth(image: Any, name: str) -> None:
     """Raise UserError for more than 8 bits per channel."""
     if image.mode[0] in HIGH_DEPTH_MODES:
         raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save it with 8 bits")
@@ -174,7 +174,7 @@ def is_animated(data: bytes) -> bool:
         return bool(getattr(image, "is_animated", False))
 
 
-def damaged_image_error(name: str, error: Exception) -> UserError:
+def build_damaged_image_error(name: str, error: Exception) -> UserError:
     from PIL import UnidentifiedImageError
 
     reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error

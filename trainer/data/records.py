@@ -24,7 +24,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 NO_TEXT = ("type", "index")
 # Types of content parts that are text.
 TEXT_PARTS = (None, "text", "input_text", "output_text")
-# Formats of prompts (see `find_prompt_form`): for texts, and for prompts with completions.
+# Formats of prompts (see `find_prompt_format`): for texts, and for prompts with completions.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
@@ -110,7 +110,7 @@ def read_record(
     return replace(example, unread=(*fields.list_unread(), *example.unread))
 
 
-def find_prompt_form(fmt: RecordFormat, first: Mapping[str, Any]) -> str | None:
+def find_prompt_format(fmt: RecordFormat, first: Mapping[str, Any]) -> str | None:
     """Return the format string of a source's prompts, with `{system}` and `{prompt}`; None for conversations."""
     pair = fmt.names.values() if fmt.name in ("prompt_completion", UNPAIRED) else ()
     turns = any(isinstance(first.get(name), list) for name in pair)

@@ -73,7 +73,7 @@ class Samples:
         images = (tuple(stored),) * len(lengths) if stored else ()
         return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
 
-    def image_chunks(self) -> Iterator[list[bytes]]:
+    def iterate_image_chunks(self) -> Iterator[list[bytes]]:
         """Yield the images of all documents, held out or not, in lists without duplicates."""
         for chunk in self._documents.column("images").chunks:
             yield chunk.flatten().unique().to_pylist()

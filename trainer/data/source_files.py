@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import nearest, shown
-from trainer.config.files import UnreadableFile, read_text
+from trainer.config.files import UnreadableFileError, read_text
 from trainer.config.paths import expand_path
 from trainer.config.yaml_core import read_yaml
 from trainer.data.text_files import get_data_suffix
@@ -41,7 +41,7 @@ def read_template(configured: str) -> str:
         problem = "the file is empty; write a template into it, or remove the setting"
     except FileNotFoundError:
         problem = "neither a template nor an existing file; write a template, or the path of a file"
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         problem = f"{error.problem}; {error.fix}"
     raise UserError(f"dataset.chat_template={configured}: {problem}")
 

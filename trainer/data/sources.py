@@ -46,7 +46,7 @@ def read_source(
     """
     from datasets import Dataset
 
-    local = find_local_path(source, label)
+    local = resolve_local_path(source, label)
 
     def read(name: str) -> "Dataset | IterableDataset":
         if local is None:
@@ -82,7 +82,7 @@ def compute_content_key(source: SourceSection, label: str) -> str:
 
     For a hub dataset, return the fingerprint of its cached copy. Raises UserError if the source cannot be read.
     """
-    local = find_local_path(source, label)
+    local = resolve_local_path(source, label)
     if local is None:
         records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming=False))
         return str(require(records, "_fingerprint", "datasets"))
@@ -111,7 +111,7 @@ def build_no_records_error(source: SourceSection, label: str) -> UserError:
     return UserError(f"{describe_source(source, label)}: has no records{header}; use another dataset")
 
 
-def find_local_path(source: SourceSection, label: str) -> Path | None:
+def resolve_local_path(source: SourceSection, label: str) -> Path | None:
     """Return a source's local path, downloaded from object stores; None for a Hub ID. Raises UserError if missing."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)

@@ -13,7 +13,7 @@ FEW_STEPS = 20
 SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
 
 
-def steps_per_epoch(samples: int, global_batch_size: int) -> int:
+def compute_steps_per_epoch(samples: int, global_batch_size: int) -> int:
     """Return the number of optimizer steps in an epoch; the last step may be incomplete."""
     return -(-samples // global_batch_size)
 
@@ -24,7 +24,7 @@ def count_steps(training: TrainingSection, samples: int | None, world_size: int)
         return training.max_steps
     if not samples or (training.batch_size == AUTO and training.global_batch_size in (None, AUTO)):
         return None
-    return math.ceil(training.epochs * steps_per_epoch(samples, global_batch(training, world_size)))
+    return math.ceil(training.epochs * compute_steps_per_epoch(samples, global_batch(training, world_size)))
 
 
 def global_batch(training: TrainingSection, world_size: int) -> int:
@@ -77,7 +77,7 @@ def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_si
     training = config.training
     if not (training.evals_per_epoch or training.saves_per_epoch) or not samples or training.batch_size == AUTO:
         return config
-    epoch_steps = steps_per_epoch(samples, global_batch(training, world_size))
+    epoch_steps = compute_steps_per_epoch(samples, global_batch(training, world_size))
     changes: dict[str, int | None] = {}
     if training.evals_per_epoch:
         changes |= {"eval_steps": math.ceil(epoch_steps / training.evals_per_epoch), "evals_per_epoch": None}
@@ -100,7 +100,9 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
     if training.batch_size == AUTO:
         return f"{total:,}; batch_size is chosen at the start"
     size = global_batch(training, world_size)
-    an_epoch = f" ({steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
+    an_epoch = (
+        f" ({compute_steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
+    )
     return (
         f"{total:,}{an_epoch}, {format_count(size, 'sample')} in each: batch_size {training.batch_size} x "
         f"accumulation {training.gradient_accumulation_steps} x {format_count(world_size, 'rank')}"

@@ -30,8 +30,8 @@ from trainer.memory.planner import apply_changes, combine_adapters
 from trainer.memory.preflight import plan_memory
 from trainer.monitor.console import Output
 from trainer.monitor.display import Display
-from trainer.monitor.hooks import FinishedStep, FirstGradients, Hook, StartReport
-from trainer.monitor.report.sweep_table import PAGE, read_outcomes, show, write_page
+from trainer.monitor.hooks import FinishedStep, FirstGradientCheck, Hook, StartReport
+from trainer.monitor.report.sweep_table import PAGE, read_run_results, show, write_page
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
@@ -126,7 +126,7 @@ class JointRun:
             run.task.flat_packs = first.task.flat_packs
             with choice.select(member.adapter):
                 run.begin(adapter_engine)
-                run.folder.adapter_form(adapter_engine)
+                run.folder.get_adapter_format(adapter_engine)
             run.say.shows_start = True
         progress = self.config.logging.progress if self._ranks.is_main else "off"
         self._display = Display(self._console, progress, total_steps=max(run.total_steps for run in self.runs))
@@ -180,7 +180,7 @@ class JointRun:
     def _train_steps(self) -> None:
         hooks: list[Hook] = [StartReport(self.say)]
         if not any(member.run.loop.is_done for member in self._members):
-            hooks.append(FirstGradients(self._engine.module, finite=False))
+            hooks.append(FirstGradientCheck(self._engine.module, finite=False))
         self._stop.training = True
         self._engine.train()
         try:
@@ -195,7 +195,7 @@ class JointRun:
         stopped = self._list_unfinished()
         for member in stopped:
             self._call_loop(member, Loop.end)
-        self._stop.agree()
+        self._stop.agree_on_signal()
         for member in stopped:
             member.run.end(stopped=True)
         self._stop.saved = True
@@ -317,7 +317,7 @@ class JointRun:
             for index, member in enumerate(active):
                 if penalty_scale and (steering := member.run.steering) is not None:
                     total = total + steering.penalty(member.run.position.step + 1) * penalty_scale
-                    sums[index, 2] = steering.measured_local()
+                    sums[index, 2] = steering.get_local_contribution()
             with phase("backward"):
                 engine.backward(total)
 
@@ -354,7 +354,7 @@ class JointRun:
     def _report(self) -> None:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
         if self._ranks.is_main and not self._stops and not any(run.digest for run in read_sweep(self._folder)):
-            outcomes = read_outcomes(self._folder)
+            outcomes = read_run_results(self._folder)
             show(self.say.console, outcomes)
             if any(outcome.loss is not None for outcome in outcomes):
                 self.say(write_page(outcomes, self._folder / PAGE))

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.config import UserError, load_config
-from trainer.config.errors import find_path_mistake
+from trainer.config.errors import convert_path_error
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
 from trainer.contract.rank_arguments import CHECKED, PRESTARTED, StartMessage, open_channel
-from trainer.contract.standard_streams import forgiving_stream
+from trainer.contract.standard_streams import open_forgiving_stream
 from trainer.data.prepared import Prepared
 from trainer.entry.rank import main as train
-from trainer.monitor.console import append_output_to
+from trainer.monitor.console import redirect_output_to
 from trainer.parallel.ranks.lean_imports import import_common_modules
 from trainer.parallel.ranks.progress import phase
 from trainer.setup.kinds import find_model_kind
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     """Import, run the checks on rank 0, wait, train; return the exit code of the rank or of the checks."""
     channel = open_channel()
     # The terminal may be closed during the checks, as in `zerolora train c.yaml | head -1`.
-    sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
+    sys.stdout, sys.stderr = open_forgiving_stream(1), open_forgiving_stream(2)
     with _silence_libraries():
         import_common_modules()
     config, overrides = argv[0], [word for word in argv[1:] if word != PRESTARTED]
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         message = StartMessage.wait(channel)
     if message is None:
         return EXIT_FAILED
-    append_output_to(Path(message.log))  # shared by all ranks until each opens its own log
+    redirect_output_to(Path(message.log))  # shared by all ranks until each opens its own log
     sys.argv[1:] = message.arguments  # for the run's record
     return train(message.arguments, prepared)
 
@@ -62,7 +62,7 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code, None
         except OSError as error:
-            mistake = find_path_mistake(error)
+            mistake = convert_path_error(error)
             if mistake is None:
                 raise
             print(f"error: {mistake}", file=sys.stderr)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, collective_timeout, load_config
+from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, compute_collective_timeout, load_config
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.folder_lock import FolderLock, check_not_locked
 from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_arguments import TYPED
 from trainer.contract.rank_errors import RankError
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.data.prepared import Prepared
 from trainer.entry.joint_run import JointRun
 from trainer.monitor.console import open_console, report_to_torchrun
@@ -86,7 +86,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
 
     if token is not None:
         return take() if ranks.is_main else None
-    return decide_on_first_rank(ranks, collective_timeout(config.training), take)
+    return decide_on_first_rank(ranks, compute_collective_timeout(config.training), take)
 
 
 def _train(
@@ -138,7 +138,7 @@ def _record_error(error: Exception, config: RunConfig, ranks: Ranks, lock: Folde
 def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
     """Print the error on one rank per host, because files may be missing on some hosts; return the exit code."""
     if ranks.local_rank == 0:
-        where = "" if ranks.is_main else f"{host_name()}: "
+        where = "" if ranks.is_main else f"{get_host_name()}: "
         if logs is not None:
             RankError(ranks.rank, f"{where}{error}", is_user_error=True).write(logs)
         print(f"error: {where}{error}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
 from trainer.config.checks import TILES_NO_GRAPHS, find_feature_problem
-from trainer.config.zero import engine_zero, find_layer_gather_problem, gathers_by_layer
+from trainer.config.zero import find_layer_gather_problem, gathers_by_layer, resolve_engine_zero
 from trainer.parallel.engine.deepspeed_engine import can_guard_on_device
 from trainer.parallel.engine.flat_adapter import find_flat_problem
 from trainer.parallel.ranks.group import list_groups
@@ -119,7 +119,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
     """
     own_elementwise = _choose_elementwise(config, machine)
     norms, swiglu, rotary = (_choose_kernels(part, model, own_elementwise) for part in PARTS)
-    zero = engine_zero(config)
+    zero = resolve_engine_zero(config)
     not_flat = find_flat_problem(config)
     return Decisions(
         attention=_choose_attention(config, machine, model),
@@ -229,7 +229,7 @@ def _choose_recomputed_results(config: RunConfig, machine: Machine) -> Decision[
     training = config.training
     if training.gradient_checkpointing != "none" and training.gradient_checkpointing_layers is None:
         return Decision("none", "training.gradient_checkpointing")
-    if engine_zero(config).stage == 3:
+    if resolve_engine_zero(config).stage == 3:
         return Decision("none", "zero.gather: module")
     if not _choose_elementwise(config, machine).value:
         return Decision("none", "the model's kernels are used")
@@ -264,7 +264,7 @@ def _choose_fused_head(config: RunConfig, machine: Machine, model: ModelProperti
         return Decision(False, model.head)
     if config.adapter == "none":
         return Decision(False, "the head is trained")
-    if engine_zero(config).stage == 3:
+    if resolve_engine_zero(config).stage == 3:
         return Decision(False, "DeepSpeed's stage 3 partitions the head")
     return Decision(True if model is not None and model.head is not None else None)
 

@@ -76,7 +76,7 @@ class ImagePlanner(Planner):
 def read_image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
     model = _build_meta_model(pipeline, lora)
     base = model.get_base_model()
-    blocks = [base.get_submodule(path) for path in base.gathered_blocks()]
+    blocks = [base.get_submodule(path) for path in base.list_shard_blocks()]
     return Shapes(
         hidden=1,
         vocabulary=1,

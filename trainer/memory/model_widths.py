@@ -14,10 +14,10 @@ from trainer.config import LoraSection, ModelSection
 from trainer.memory.observed import reduce_to_kinds
 from trainer.memory.stored_weights import Shapes, Weight
 from trainer.model.adapter import apply_adapter
-from trainer.model.base import empty_model
+from trainer.model.base import build_empty_model
 from trainer.model.model_kind import find_output_layer, is_mxfp4
 from trainer.model.reached_layers import find_decoder_layers
-from trainer.model.stored_settings import StoredFormat, find_stored_form
+from trainer.model.stored_settings import StoredFormat, find_stored_format
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 from trainer.patches.model_properties import CAPPED, find_head_problem, inspect_base_model
 
@@ -31,8 +31,8 @@ def read_shapes(
     """
     from accelerate import init_empty_weights
 
-    stored, in_mxfp4 = find_stored_form(model_config), is_mxfp4(model_config)
-    model = empty_model(model_config, section)
+    stored, in_mxfp4 = find_stored_format(model_config), is_mxfp4(model_config)
+    model = build_empty_model(model_config, section)
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
     head, properties = find_output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
     rows, hidden = model.get_input_embeddings().weight.shape

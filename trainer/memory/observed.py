@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection, UserError
-from trainer.config.errors import one_line
+from trainer.config.errors import format_one_line
 from trainer.contract.known_versions import replaced, replaces
 from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_forward import detect_activation, run_adapted_experts, run_in_torch
-from trainer.model.expert_layers import expert_modules, takes_all_tokens
+from trainer.model.expert_layers import find_expert_modules, takes_all_tokens
 from trainer.model.reached_layers import describe_layer, find_decoder_layers
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, install_input_recomputation, replace_elementwise
@@ -145,7 +145,7 @@ class NoEstimateError(UserError):
     """Raised if the memory cannot be estimated because the model's code does not run without weights."""
 
     def __init__(self, error: Exception) -> None:
-        self.reason = one_line(f"{type(error).__name__}: {error}")
+        self.reason = format_one_line(f"{type(error).__name__}: {error}")
         super().__init__(
             f"the memory of this model cannot be estimated ({self.reason}); set zero.stage and training.batch_size "
             "to numbers"
@@ -239,7 +239,7 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
     from trainer.model.expert_adapter import ParamWrapper
 
     wrapped = {id(module.get_base_layer()) for module in model.modules() if isinstance(module, ParamWrapper)}
-    for experts in expert_modules(model).values():
+    for experts in find_expert_modules(model).values():
         if id(experts) in wrapped or takes_all_tokens(experts):
             continue
         by_operator = kernels.on_gpu and kernels.fused and detect_activation(experts) is not None

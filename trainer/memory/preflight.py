@@ -7,7 +7,7 @@ import torch
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.files import read_json
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
@@ -73,7 +73,7 @@ def plan_memory(
     UserError on every rank, with suggested changes, unless training.ignore_memory_check is set.
     """
     memory = _measure_least_free(config, device)
-    free_by_rank = gather_objects((host_name(), compute_host_room()))
+    free_by_rank = gather_objects((get_host_name(), compute_host_room()))
     hosts = tuple(host for host, _ in free_by_rank)
     room = min(free // hosts.count(host) for host, free in free_by_rank)
 

@@ -14,7 +14,7 @@ from trainer.config.yaml_core import read_yaml
 from trainer.memory.activations import MicroStep
 from trainer.memory.planner import Planner
 from trainer.memory.stored_weights import Shapes
-from trainer.model.expert_layers import experts_per_token
+from trainer.model.expert_layers import count_experts_per_token
 from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
@@ -173,7 +173,7 @@ def find_peak_flops(card: str) -> float:
 
 def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
     """Return the model FLOPs of a micro-batch without attention, counted as in trainer/monitor/mfu.py."""
-    visited, tokens = experts_per_token(shapes.model.config.get_text_config()), rows * length
+    visited, tokens = count_experts_per_token(shapes.model.config.get_text_config()), rows * length
     per_token = 0.0
     for weight in shapes.weights:
         if weight.layer >= 0 and (weight.packable or weight.trained):

@@ -31,8 +31,8 @@ from trainer.model.targets import (
 )
 from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
 from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, list_trained_parameters
-from trainer.parallel.engine.linear_layers import model_shape
-from trainer.parallel.engine.partitioned import whole_size
+from trainer.parallel.engine.linear_layers import get_logical_shape
+from trainer.parallel.engine.partitioned import get_full_size
 from trainer.parallel.ranks.group import set_seed
 
 EXPERT_NAME = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # groups: the path before and after the expert's index
@@ -255,13 +255,13 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
             continue  # PEFT's parameters, which are views of this buffer, are counted instead
-        size = model_shape(parameter).numel()
+        size = get_logical_shape(parameter).numel()
         total += size
         trainable += size if id(parameter) in trained else 0
     return trainable, total
 
 
-def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
+def summarize_adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
     """Return the adapted layers, grouped by name and shape, largest group first."""
     from peft.tuners.lora import LoraLayer
 
@@ -269,7 +269,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer):
             shape = f"{module.in_features} -> {module.out_features}"
-            size = sum(whole_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
+            size = sum(get_full_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
             # PEFT nests the adapters of several parameters of one module (fused experts).
             *_, name = (part for part in path.split(".") if part != "base_layer")
             parameter = getattr(module, "parameter_name", "weight")
@@ -348,7 +348,7 @@ class GradientCheck:
             )
 
 
-def capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
+def build_capacity_warning(parameters: float, trained_tokens: float, rank: int) -> str | None:
     """Return a warning if the data contains more information than the adapter can store.
 
     In that case LoRA falls behind full fine-tuning (Schulman et al., "LoRA Without Regret", 2025).

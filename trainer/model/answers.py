@@ -6,10 +6,10 @@ import torch
 
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.conversations import find_chat_template, render_prompt
+from trainer.data.conversations import load_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.records import Turns
-from trainer.data.tokens import find_leading_token
+from trainer.data.tokens import detect_leading_token
 from trainer.data.vision import PromptImages
 from trainer.model.base import context_length
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
@@ -21,7 +21,7 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 @phase("generate")
-def answer_prompts(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+def generate_greedy_answers(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
     """Generate answers to a batch of tokenized prompts by greedy decoding; every rank must call it."""
     model, options = engine.module, {**GREEDY, "synced_gpus": needs_synced_passes(engine)}
     was_training = model.training
@@ -60,7 +60,7 @@ def encode_prompt(
 ) -> torch.Tensor:
     """Return the token ids [1, T] of a prompt, formatted as in training up to the start of the answer.
 
-    `text_format` formats plain-text prompts (see records.find_prompt_form). Without it, and for lists of turns, the
+    `text_format` formats plain-text prompts (see records.find_prompt_format). Without it, and for lists of turns, the
     prompt is rendered as a conversation. Raises UserError if the prompt is empty or the template rejects it.
     """
     if isinstance(prompt, Turns):
@@ -70,7 +70,7 @@ def encode_prompt(
         rendered, first_token = render_prompt(tokenizer, section, turns), None
     else:
         system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
-        rendered, first_token = text_format.format(system=system, prompt=prompt), find_leading_token(tokenizer)
+        rendered, first_token = text_format.format(system=system, prompt=prompt), detect_leading_token(tokenizer)
     rendered = images.insert(rendered) if images is not None else rendered
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
@@ -92,6 +92,6 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
     """Return the token that follows an answer in the chat template, or None; it may start the next turn."""
-    source = find_chat_template(tokenizer, None)
+    source = load_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

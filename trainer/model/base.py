@@ -29,7 +29,7 @@ from trainer.model.model_source import (
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import build_byte_tokenizer, build_random_config, init_score_head
-from trainer.model.stored_settings import find_stored_form
+from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles, check_finite, has_local_weights
 from trainer.model.weights_fit import check_weights_fit, suppress_loading_output
 from trainer.parallel.engine.layer_gather.shards import LayerShards
@@ -92,7 +92,7 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
     """
     if is_random(base_model) or not has_local_weights(base_model, section):
         return []
-    model_class = type(empty_model(model_config, section))
+    model_class = type(build_empty_model(model_config, section))
     files = SafetensorsFiles(base_model, section)
     return check_weights_fit(f"base_model={base_model}", model_class, model_config, files)
 
@@ -195,7 +195,7 @@ def load_base_model(
         config.rescale_every = 0
     if attention is None and has_soft_cap(config):
         attention = "eager"
-    is_packed = quantization is not None or is_mxfp4(config) or find_stored_form(config) is not None
+    is_packed = quantization is not None or is_mxfp4(config) or find_stored_format(config) is not None
     if is_packed or deepspeed_config is not None or shards is not None or is_random(base_model):
         from transformers import GenerationConfig
 
@@ -211,7 +211,7 @@ def load_base_model(
                 model.generation_config = GenerationConfig.from_pretrained(base_model, revision=revision)
         return model
     files = SafetensorsFiles(base_model, section)
-    check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)
+    check_weights_fit(f"base_model={base_model}", type(build_empty_model(config, section)), config, files)
     with suppress_loading_output() if has_score(config) else nullcontext():
         model = auto_class(config).from_pretrained(
             base_model,
@@ -227,7 +227,7 @@ def load_base_model(
     return model.to(device)
 
 
-def match_vocabulary(model: Any, tokenizer: Any) -> None:
+def resize_to_vocabulary(model: Any, tokenizer: Any) -> None:
     rows = model.config.get_text_config().vocab_size  # a partitioned weight reports no rows
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
@@ -240,7 +240,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
 
 
-def empty_model(model_config: Any, section: ModelSection) -> Any:
+def build_empty_model(model_config: Any, section: ModelSection) -> Any:
     """Build the model on the meta device; tied weights are one parameter."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import overridden, replaces, require
 from trainer.model.expert_forward import Adapter, run_adapted_experts
-from trainer.model.expert_layers import ExpertFactor, expert_modules, expert_shape
+from trainer.model.expert_layers import ExpertFactor, find_expert_modules, get_expert_shape
 from trainer.model.older_names import keep_target_names
 
 
@@ -35,7 +35,7 @@ class ParamWrapper(lora.ParamWrapper):
         self.set_adapter(self.active_adapters, inference_mode=kwargs["config"].inference_mode)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
-        self.num_experts, first, second = expert_shape(self.get_base_layer(), self.parameter_name)
+        self.num_experts, first, second = get_expert_shape(self.get_base_layer(), self.parameter_name)
         self._param_ndim = 3
         return first, second
 
@@ -71,7 +71,7 @@ class ParamWrapper(lora.ParamWrapper):
 
 def use_expert_adapters(model: nn.Module, config: Any) -> AbstractContextManager[None]:
     """Make PEFT use our wrapper for experts, and keep target names unchanged (`keep_target_names`)."""
-    modules = expert_modules(model).values()
+    modules = find_expert_modules(model).values()
     require(config, "_register_custom_module", "peft")({type(experts): ParamWrapper for experts in modules})
     return keep_target_names()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.parallel.engine.linear_layers import find_expert_weights, model_shape
+from trainer.parallel.engine.linear_layers import find_expert_weights, get_logical_shape
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}
@@ -27,13 +27,13 @@ TOP_K_NAMES = (
 """Names that configurations use for the number of experts per token."""
 
 
-def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with fused experts, by path; the model may be empty or adapted."""
     return {path: module for path, module in model.named_modules() if holds_experts(module)}
 
 
 def holds_experts(module: nn.Module) -> bool:
-    names = expert_names(module)
+    names = list_expert_tensors(module)
     if DOWN not in names or len(names) < 2 or _find_unknown_parts(module):
         return False
     if takes_all_tokens(module):
@@ -51,15 +51,15 @@ def _find_unknown_parts(experts: nn.Module) -> set[str]:
     return (parameters | submodules) - supported
 
 
-def expert_names(module: nn.Module) -> list[str]:
+def list_expert_tensors(module: nn.Module) -> list[str]:
     """Return the names of a module's expert tensors, in the order of computation."""
     parameters = dict(module.named_parameters(recurse=False))
-    return [name for name in (GATE_UP, UP, DOWN) if name in parameters and len(expert_shape(module, name)) == 3]
+    return [name for name in (GATE_UP, UP, DOWN) if name in parameters and len(get_expert_shape(module, name)) == 3]
 
 
-def expert_shape(module: Any, name: str) -> tuple[int, ...]:
+def get_expert_shape(module: Any, name: str) -> tuple[int, ...]:
     """Return the unpacked, unpartitioned shape of an expert tensor: [E, out, in], or [E, in, out] if transposed."""
-    return tuple(model_shape(getattr(module, name)))
+    return tuple(get_logical_shape(getattr(module, name)))
 
 
 def takes_all_tokens(module: Any) -> bool:
@@ -74,11 +74,11 @@ def is_transposed(module: Any) -> bool:
 
 def expert_width(module: Any) -> int:
     """Return I, the width of an expert and the largest useful rank of its adapter."""
-    shape = expert_shape(module, DOWN)
+    shape = get_expert_shape(module, DOWN)
     return shape[1] if is_transposed(module) else shape[2]
 
 
-def experts_per_token(config: Any) -> int:
+def count_experts_per_token(config: Any) -> int:
     """Return the number of experts per token; 1 if the configuration does not define it."""
     text = config.get_text_config()
     values = (getattr(text, name, None) for name in TOP_K_NAMES)
@@ -94,9 +94,9 @@ def find_router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     for path, module in model.named_modules():
         for experts in list(find_expert_weights(module).values())[:1]:
             parent = path.replace(".base_layer", "").rpartition(".")[0]  # adapted models have base layers
-            count = model_shape(experts)[0]
+            count = get_logical_shape(experts)[0]
             for name, weight in model.get_submodule(parent).named_parameters(prefix=parent):
-                shape = model_shape(weight)
+                shape = get_logical_shape(weight)
                 if len(shape) == 2 and (shape[0] == count or re.search(r"\.router(_\w+)?\.", name)):
                     routers[name] = weight
     return routers

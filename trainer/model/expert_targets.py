@@ -16,16 +16,16 @@ from trainer.config.types import is_pattern
 from trainer.model.expert_layers import (
     TOP_K_NAMES,
     USUAL_NAMES,
-    expert_modules,
-    expert_names,
-    expert_shape,
+    count_experts_per_token,
     expert_width,
-    experts_per_token,
+    find_expert_modules,
+    get_expert_shape,
     holds_experts,
+    list_expert_tensors,
 )
 from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.parallel.engine.linear_layers import find_expert_weights
-from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.partitioned import get_full_shape
 
 UNSUPPORTED_INITS = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)
@@ -38,10 +38,10 @@ def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str |
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
-    paths, layers = [], expert_modules(model)
+    paths, layers = [], find_expert_modules(model)
     unreached = probe_gradient_coverage(model).unreached if layers else {}
     for path, module in layers.items():
-        for name in expert_names(module) if path not in unreached else ():
+        for name in list_expert_tensors(module) if path not in unreached else ():
             names = list_aliases(path, name)
             is_target = lora.target_modules == ALL_LINEAR or any(
                 matches_aliases(target, names) for target in (*lora.target_modules, *lora.target_parameters)
@@ -53,11 +53,11 @@ def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str |
 
 def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
     """Return the paths of non-expert tensors in `lora.target_parameters`, and of routers in `lora.target_modules`."""
-    experts = set(expert_modules(model))
+    experts = set(find_expert_modules(model))
     paths = []
     for path, parameter in model.named_parameters():
         parent, _, last = path.rpartition(".")
-        if parent in experts or len(whole_shape(parameter)) not in (2, 3):
+        if parent in experts or len(get_full_shape(parameter)) not in (2, 3):
             continue
         is_named = any(path == name or path.endswith(f".{name}") for name in lora.target_parameters)
         may_be_router = last == "weight" and any(matches_path(name, parent) for name in lora.target_modules) and experts
@@ -78,8 +78,10 @@ def list_aliases(path: str, name: str) -> list[str]:
 
 
 def list_expert_aliases(model: nn.Module) -> list[str]:
-    layers = expert_modules(model).items()
-    return [alias for path, module in layers for name in expert_names(module) for alias in list_aliases(path, name)]
+    layers = find_expert_modules(model).items()
+    return [
+        alias for path, module in layers for name in list_expert_tensors(module) for alias in list_aliases(path, name)
+    ]
 
 
 def matches_aliases(target: str, aliases: list[str]) -> bool:
@@ -100,17 +102,18 @@ def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None
     width = min(expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
     if rank > width:
         setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
+        per_expert = max(1, lora.r // count_experts_per_token(model.config))
         raise UserError(
             f"{setting}: exceeds the width {width} of an expert, so a higher rank adds nothing; set "
-            f"lora.expert_rank to {width} or less (r/top_k is {max(1, lora.r // experts_per_token(model.config))} here)"
+            f"lora.expert_rank to {width} or less (r/top_k is {per_expert} here)"
         )
 
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
-    experts, aliases = expert_modules(model), list_expert_aliases(model)
+    experts, aliases = find_expert_modules(model), list_expert_aliases(model)
     unknown = {type(part).__name__ for part in model.modules() if find_expert_weights(part) and not holds_experts(part)}
     reason = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
-    matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
+    matrices = [path for path, parameter in model.named_parameters() if len(get_full_shape(parameter)) in (2, 3)]
     linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name in lora.target_parameters:
         if matches_aliases(name, aliases):
@@ -146,9 +149,9 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
 
 def check_experts_per_token(base_model: str, model: Any) -> None:
     """Raise UserError if config.json routes a token to more experts than the model has; the model may be empty."""
-    text, modules = model.config.get_text_config(), expert_modules(model).values()
+    text, modules = model.config.get_text_config(), find_expert_modules(model).values()
     name = next((key for key in TOP_K_NAMES if isinstance(getattr(text, key, None), int)), None)
-    experts = min((expert_shape(module, expert_names(module)[0])[0] for module in modules), default=0)
+    experts = min((get_expert_shape(module, list_expert_tensors(module)[0])[0] for module in modules), default=0)
     if experts and name and not 1 <= getattr(text, name) <= experts:
         raise UserError(
             f"base_model={base_model}: config.json has {name}={getattr(text, name)}, but the model has {experts} "
@@ -161,7 +164,7 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return
-    if not hasattr(sys.modules[type(model).__module__], LOAD_BALANCING) or not expert_modules(model):
+    if not hasattr(sys.modules[type(model).__module__], LOAD_BALANCING) or not find_expert_modules(model):
         raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
     names = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
     routers = [
@@ -183,7 +186,7 @@ def resolve_expert_rank(model: Any, lora: LoraSection) -> int:
     if lora.expert_rank == "r":
         return lora.r
     if lora.expert_rank == "r/top_k":
-        return max(1, lora.r // experts_per_token(model.config))
+        return max(1, lora.r // count_experts_per_token(model.config))
     return int(lora.expert_rank)
 
 

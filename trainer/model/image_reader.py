@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 
 from trainer.config import DatasetSection, ModelSection, UserError
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.data.image_features import GRID, FeatureFiles, TowerOutput
 from trainer.data.image_parts import store_image
 from trainer.data.samples import Samples
@@ -162,11 +162,11 @@ def cache_features(
     state = next(iter(compute(noise)[0].tensors().values()))
     digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.key.encode())
     files = FeatureFiles(folder / "features" / gather_objects(digest)[0])
-    hosts = gather_objects(host_name())
+    hosts = gather_objects(get_host_name())
     rank = dist.get_rank() if dist.is_initialized() else 0
     host_ranks = [number for number, host in enumerate(hosts) if host == hosts[rank]]
     rank_images = (
-        image for chunk in samples.image_chunks() for image in chunk[host_ranks.index(rank) :: len(host_ranks)]
+        image for chunk in samples.iterate_image_chunks() for image in chunk[host_ranks.index(rank) :: len(host_ranks)]
     )
     missing = {path: image for image in rank_images if not (path := files.path(image)).exists()}
     rounds = max(gather_objects(len(missing)))

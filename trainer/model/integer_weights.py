@@ -30,7 +30,7 @@ INSTALL = "pip install torchao compressed-tensors"
 
 
 @dataclass(frozen=True)
-class IntegerForm:
+class IntegerFormat:
     """Describes an integer format: its bits, the weights per scale (`group`; None: a row), and the scales' dtype."""
 
     kind: Integers
@@ -61,16 +61,18 @@ class IntegerForm:
         return values, scales.view(len(weight_OI), -1)
 
 
-def choose_integer_form(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str) -> IntegerForm:
+def choose_integer_format(
+    kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str
+) -> IntegerFormat:
     """Choose the integer format for layers with these input widths; its scales are stored in `dtype`.
 
     Raises UserError, naming `setting`, if no group size divides the width of a layer.
     """
     if kind == "int8":
-        return IntegerForm(kind, None, dtype)
+        return IntegerFormat(kind, None, dtype)
     for group in GROUP_SIZES:
         if all(width % group == 0 for width in widths.values()):
-            return IntegerForm(kind, group, dtype)
+            return IntegerFormat(kind, group, dtype)
     name, width = next((name, width) for name, width in widths.items() if width % GROUP_SIZES[-1])
     last = name.rpartition(".")[2]
     raise UserError(
@@ -97,7 +99,7 @@ def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None
             f"{setting}: {unsupported} is {type(layers[unsupported]).__name__}, not a plain linear layer; exclude "
             f"it with lora.exclude_modules: [{unsupported.rpartition('.')[2]}]"
         )
-    choose_integer_form(
+    choose_integer_format(
         kind, {path: layer.weight.shape[1] for path, layer in layers.items()}, torch.float32, setting="training.qat"
     )
 

@@ -6,9 +6,9 @@ from typing import Any
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.model.mxfp4 import MXFP4
-from trainer.model.stored_four_bit import parse_four_bit_form
+from trainer.model.stored_four_bit import parse_four_bit_format
 from trainer.model.stored_fp8 import find_quantization_settings
-from trainer.model.stored_settings import find_stored_form
+from trainer.model.stored_settings import find_stored_format
 
 SEQUENCE_CLASS = "ForSequenceClassification"
 SCORE = "score.weight"
@@ -97,13 +97,13 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
             f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained; use adapter: "
             "lora or qlora, or a copy of the model in 16 bits"
         )
-    stored_form = find_stored_form(model_config)
-    if stored_form is not None and all_trained:
+    stored_format = find_stored_format(model_config)
+    if stored_format is not None and all_trained:
         raise UserError(
-            f"adapter=none: the weights of {base_model} are stored in {stored_form.name} and cannot be trained; use "
+            f"adapter=none: the weights of {base_model} are stored in {stored_format.name} and cannot be trained; use "
             "adapter: lora, or a copy of the model in 16 bits"
         )
-    if method and method != MXFP4 and stored_form is None:
+    if method and method != MXFP4 and stored_format is None:
         raise UserError(
             f"{setting}: is already quantized ({_describe_quantization(model_config, method)}); use the "
             "full-precision model it was made from, with adapter: qlora (4 bits, or 8 bits with "
@@ -170,5 +170,5 @@ def _describe_quantization(model_config: Any, method: str) -> str:
     settings = find_quantization_settings(model_config) or {}
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return "LLM.int8 of bitsandbytes"
-    parts = method, settings.get("format"), parse_four_bit_form(model_config)
+    parts = method, settings.get("format"), parse_four_bit_format(model_config)
     return ", ".join(part for part in parts if isinstance(part, str))

@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFile, check_shape, read_json
+from trainer.config.files import UnreadableFileError, check_type, read_json
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems
 WEIGHT_SUFFIXES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
@@ -130,7 +130,7 @@ def check_config_file(base_model: str) -> None:
         )
 
 
-def cached_file(name: str, file: str, revision: str | None) -> Path | None:
+def find_cached_file(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -144,7 +144,7 @@ def read_settings(prefix: str, file: Path, schema: Any) -> Any:
     """Read a settings file of a model. Raises UserError, prefixed with `prefix`, if it is invalid."""
     try:
         return read_json(file, schema)
-    except UnreadableFile as fault:
+    except UnreadableFileError as fault:
         raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy it again from the original model") from None
 
 
@@ -154,8 +154,8 @@ def check_settings(prefix: str, model_config: Any) -> None:
     if not isinstance(values["quantization_config"], dict | None):
         values["quantization_config"] = values["quantization_config"].to_dict()
     try:
-        check_shape(values, Path("config.json"), ConfigKeys)
-    except UnreadableFile as fault:
+        check_type(values, Path("config.json"), ConfigKeys)
+    except UnreadableFileError as fault:
         raise UserError(f"{prefix}: config.json: {fault.problem}; copy it again from the original model") from None
 
 
@@ -208,7 +208,7 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
         try:
             if file.exists():
                 read_json(file)
-        except UnreadableFile as fault:
+        except UnreadableFileError as fault:
             return f"{file.name}: {fault.problem}; copy it again from the original model"
     return f"its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_layers import holds_experts
-from trainer.parallel.engine.linear_layers import is_linear, model_shape
+from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear
 
 NOT_CALLED = "never called as layers in a pass over text"
 NO_GRADIENT = "no gradient of the loss reaches them"
@@ -153,7 +153,7 @@ def _drop_repeated_layers(model: Any) -> Any:
 def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the path and layers of the ModuleList with the most parameters; `("", ModuleList())` if none exists."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(model_shape(weight).numel() for weight in layers.parameters()) for _, layers in lists]
+    sizes = [sum(get_logical_shape(weight).numel() for weight in layers.parameters()) for _, layers in lists]
     return lists[sizes.index(max(sizes))] if lists else ("", nn.ModuleList())
 
 

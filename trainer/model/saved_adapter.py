@@ -42,11 +42,11 @@ def load_adapter(
     error_prefix: str | None = None,
     trainable: bool = False,
     dropout: float = 0.0,
-    in_32_bits: bool = False,
+    in_fp32: bool = False,
 ) -> Any:
     """Load an adapter from a folder or the hub into the model, with our forward pass for adapted experts.
 
-    `dropout` is the dropout in training, which PEFT's settings cannot contain if experts are adapted. `in_32_bits`
+    `dropout` is the dropout in training, which PEFT's settings cannot contain if experts are adapted. `in_fp32`
     converts a 16-bit adapter to fp32.
 
     Raises:
@@ -65,14 +65,14 @@ def load_adapter(
         config.inference_mode, config.base_model_name_or_path = not trainable, None
         parameters, excluded = set(config.target_parameters or ()), config.exclude_modules
         if not parameters:
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=in_32_bits)
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
         else:
             by_weight = {name for name in parameters if name.endswith(".weight") and _is_linear(model, name)}
             modules = {name.removesuffix(".weight") for name in by_weight}
             config.target_parameters = sorted(parameters - by_weight) or None
             config.target_modules = {*(config.target_modules or ()), *modules}
             with use_expert_adapters(model, config):
-                adapted = get_peft_model(model, config, autocast_adapter_dtype=in_32_bits)
+                adapted = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
             config.target_modules -= modules
             config.target_parameters, config.exclude_modules, config._custom_modules = (
                 sorted(parameters),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainer.config import LoraSection
-from trainer.model.expert_layers import expert_modules
+from trainer.model.expert_layers import find_expert_modules
 from trainer.model.expert_targets import find_other_parameters
 from trainer.model.targets import find_layers_to_adapt
 
@@ -56,7 +56,7 @@ def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: S
         layers = [*find_layers_to_adapt(model, lora)]
         layers += [path.removesuffix(".weight") for path in find_other_parameters(model, lora)]
         names = find_unapplied_layers(target, model.config.get_text_config().model_type, layers)
-        if target == "llama.cpp" and lora.experts and expert_modules(model):
+        if target == "llama.cpp" and lora.experts and find_expert_modules(model):
             names = ["experts"]
         warnings += [
             f"export.target={target}: {server} does not apply adapters of {name}; {describe_exclusion(name)}"

@@ -46,7 +46,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class FourBitForm:
+class FourBitFormat:
     name: Literal["GPTQ", "AWQ", "W4A16", "NVFP4"]
     group: int
     """Columns per scale; 0 for one scale per row."""
@@ -77,7 +77,7 @@ class FourBitForm:
         return place_sections(self.layout(shape).sections())[1] - torch.Size(shape).numel() // 2
 
 
-def parse_four_bit_form(model_config: Any) -> FourBitForm | str | None:
+def parse_four_bit_format(model_config: Any) -> FourBitFormat | str | None:
     """Return the 4-bit format of a checkpoint, or why it is not supported; None for other quantization methods."""
     settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
@@ -86,7 +86,7 @@ def parse_four_bit_form(model_config: Any) -> FourBitForm | str | None:
     return _parse_gptq_or_awq(settings, method.upper()) if method in ("gptq", "awq") else None
 
 
-def _parse_gptq_or_awq(settings: dict[str, Any], method: Any) -> FourBitForm | str:
+def _parse_gptq_or_awq(settings: dict[str, Any], method: Any) -> FourBitFormat | str:
     supported = ("gptq", "gptq_v2") if method == "GPTQ" else ("gemm",)
     version = str(
         next(filter(None, map(settings.get, ("checkpoint_format", "version", "format"))), supported[0])
@@ -107,10 +107,10 @@ def _parse_gptq_or_awq(settings: dict[str, Any], method: Any) -> FourBitForm | s
     if group != -1 and group < 1:
         return f"groups of {group} columns, but only -1 for whole rows or 1 and more are supported"
     ordered = bool(settings.get("desc_act"))
-    return FourBitForm(method, max(0, group), True, tuple(excluded), ordered, int(version == "gptq"))
+    return FourBitFormat(method, max(0, group), True, tuple(excluded), ordered, int(version == "gptq"))
 
 
-def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
+def _parse_compressed(settings: dict[str, Any]) -> FourBitFormat | str | None:
     groups = [group or {} for group in (settings.get("config_groups") or {}).values()]
     weights: list[dict[str, Any]] = [group.get("weights") or {} for group in groups]
     if not any(part.get("num_bits") == 4 for part in weights):
@@ -130,15 +130,15 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitForm | str | None:
     if fault := next((fault for fault, applies in faults.items() if applies), ""):
         return f"{fault}, but only W4A16 integers by group or channel and NVFP4 are supported in 4 bits"
     if kind == "float":
-        return FourBitForm("NVFP4", group, False, excluded)
+        return FourBitFormat("NVFP4", group, False, excluded)
     ordered = str(first.get("actorder")).lower().endswith("group")
-    return FourBitForm("W4A16", group, not first.get("symmetric", True), excluded, ordered)
+    return FourBitFormat("W4A16", group, not first.get("symmetric", True), excluded, ordered)
 
 
 class FourBitFiles:
     """Reads the tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies their codes and scales."""
 
-    def __init__(self, files: SafetensorsFiles, form: FourBitForm, setting: str) -> None:
+    def __init__(self, files: SafetensorsFiles, form: FourBitFormat, setting: str) -> None:
         """Find the packed weights. Raises UserError, prefixed with `setting`, if none exists or one is invalid."""
         self._files, self._form, self._setting = files, form, setting
         self._shapes, self._types = files.shapes(), files.types()

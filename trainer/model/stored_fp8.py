@@ -44,7 +44,7 @@ Block = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Fp8Form:
+class Fp8Format:
     """Describes the FP8 format declared in config.json; `block` is None for one scale per row or tensor."""
 
     block: Block | None
@@ -76,14 +76,14 @@ def matches_module(pattern: str, path: str) -> bool:
         return False
 
 
-def parse_fp8_format(model_config: Any) -> Fp8Form | None:
+def parse_fp8_format(model_config: Any) -> Fp8Format | None:
     """Return the FP8 format of a checkpoint; None if it is not in FP8 or its format is not supported."""
     settings = find_quantization_settings(model_config) or {}
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method == "fp8" and settings.get("expert_dtype", "fp8") == "fp8":
         block = settings.get("weight_block_size", DEFAULT_BLOCK)
         excluded = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
-        return Fp8Form(_parse_block(block), tuple(map(str, excluded)))
+        return Fp8Format(_parse_block(block), tuple(map(str, excluded)))
     if method == "compressed-tensors":
         groups = [(group or {}).get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
         dense = (settings.get("sparsity_config") or {}).get("format", "dense") == "dense"
@@ -95,7 +95,7 @@ def parse_fp8_format(model_config: Any) -> Fp8Form | None:
             blocks = [
                 _parse_block(weights.get("block_structure")) for weights in groups if weights.get("strategy") == "block"
             ]
-            return Fp8Form(blocks[0] if blocks else None, tuple(map(str, settings.get("ignore") or ())))
+            return Fp8Format(blocks[0] if blocks else None, tuple(map(str, settings.get("ignore") or ())))
     return None
 
 
@@ -116,7 +116,7 @@ def _parse_block(block: Any) -> Block | None:
 class Fp8Files:
     """Reads the tensors of an FP8 checkpoint, dequantized (`read`) or as stored (`read_codes`, `read_scales`)."""
 
-    def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
+    def __init__(self, files: SafetensorsFiles, form: Fp8Format) -> None:
         """Wrap `files`, which must have passed `check_fp8_shapes`."""
         self._files, self._block = files, form.block or DEFAULT_BLOCK
         self._shapes = files.shapes()
@@ -206,7 +206,7 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
     return {name: candidates[0] for name, candidates in names.items() if candidates}
 
 
-def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
+def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> dict[str, tuple[int, ...]]:
     """Return the full-precision shapes by name.
 
     Raises UserError if scales are missing or do not fit their tensor, or if no tensor is in FP8.

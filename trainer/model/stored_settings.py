@@ -4,25 +4,25 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.zero import gathers_by_layer
-from trainer.model.stored_four_bit import FourBitForm, parse_four_bit_form
-from trainer.model.stored_fp8 import Fp8Form, parse_fp8_format
+from trainer.model.stored_four_bit import FourBitFormat, parse_four_bit_format
+from trainer.model.stored_fp8 import Fp8Format, parse_fp8_format
 from trainer.parallel.engine.linear_layers import is_linear
 
-StoredFormat = Fp8Form | FourBitForm
+StoredFormat = Fp8Format | FourBitFormat
 
 
-def find_stored_form(model_config: Any) -> StoredFormat | None:
+def find_stored_format(model_config: Any) -> StoredFormat | None:
     """Return the packed format in which linear layers are stored and loaded; None for 16-bit and fp32 weights."""
-    form = parse_fp8_format(model_config) or parse_four_bit_form(model_config)
+    form = parse_fp8_format(model_config) or parse_four_bit_format(model_config)
     return None if isinstance(form, str) else form
 
 
 def check_settings_fit(config: RunConfig, model_config: Any) -> None:
-    form = find_stored_form(model_config)
+    form = find_stored_format(model_config)
     if form is None:
         return
     lora, kind = config.lora, config.quantization.quant_type
-    fp8_option = "or quantization.quant_type: fp8, " * isinstance(form, Fp8Form)
+    fp8_option = "or quantization.quant_type: fp8, " * isinstance(form, Fp8Format)
     stored = f"{config.base_model}, which is stored in {form.name}"
     faults = {
         f"quantization.quant_type={kind}: {config.base_model} is already stored in {form.name}; use adapter: lora, "
@@ -42,7 +42,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
 
 def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
     """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
-    form, head = find_stored_form(model_config), empty.get_output_embeddings()
+    form, head = find_stored_format(model_config), empty.get_output_embeddings()
     for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
         is_packed = is_linear(module) and module is not head and (form is None or form.holds(path))
         for name in config.lora.modules_to_save if is_packed else ():

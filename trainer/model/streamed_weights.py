@@ -35,10 +35,10 @@ from trainer.model.packed_experts import (
 )
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, TensorsWithScore
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
+from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat
 from trainer.model.stored_fp8 import Block, Fp8Files
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
-from trainer.model.stored_settings import find_stored_form
+from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
@@ -77,8 +77,8 @@ def load_streamed(
     else:
         stored = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, stored)
-        form = find_stored_form(config)
-        if isinstance(form, FourBitForm):
+        form = find_stored_format(config)
+        if isinstance(form, FourBitFormat):
             files = FourBitFiles(stored, form, f"base_model={base_model}")
         else:
             files = stored if form is None else Fp8Files(stored, form)

@@ -17,7 +17,7 @@ from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import PROJECTORS
 from trainer.config.errors import shown
 from trainer.config.types import is_pattern
-from trainer.model.expert_layers import USUAL_NAMES, expert_modules, find_router_weights
+from trainer.model.expert_layers import USUAL_NAMES, find_expert_modules, find_router_weights
 from trainer.model.expert_targets import (
     ALL_LINEAR,
     build_subtree_pattern,
@@ -33,8 +33,8 @@ from trainer.model.expert_targets import (
 from trainer.model.model_kind import find_output_layer
 from trainer.model.older_names import find_expert_like_names, find_rejected_names
 from trainer.model.reached_layers import probe_gradient_coverage
-from trainer.parallel.engine.linear_layers import is_linear, is_quantized, model_shape
-from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear, is_quantized
+from trainer.parallel.engine.partitioned import get_full_shape
 
 IS_ROUTER = "route tokens to experts; lora.target_modules can name them"
 
@@ -56,9 +56,9 @@ class Targets:
 
 def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
     """Return all adapted paths; None if PEFT can find them by name (without experts and regular expressions)."""
-    if hasattr(model, "usual_targets"):
+    if hasattr(model, "list_default_targets"):
         return None if lora.adapter_path else Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r)
-    by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or expert_modules(model)
+    by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or find_expert_modules(model)
     ambiguous = find_expert_like_names(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
     if lora.adapter_path or not (ambiguous or by_path):
         return None
@@ -74,8 +74,8 @@ def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
     """Yield the paths of the layers that `lora` adapts, except experts and parameters; the model may be empty."""
     from transformers.pytorch_utils import Conv1D
 
-    excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), expert_modules(model)
-    usual = set(model.usual_targets()) if hasattr(model, "usual_targets") else None
+    excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), find_expert_modules(model)
+    usual = set(model.list_default_targets()) if hasattr(model, "list_default_targets") else None
     for path, module in model.named_modules():
         if lora.target_modules == ALL_LINEAR and usual is not None:
             is_target = path in usual
@@ -138,7 +138,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         reasons = "; ".join(dict.fromkeys(untrainable.values())) or "the model has no linear layer"
         raise UserError(f"lora.target_modules={ALL_LINEAR[0]}: no layer can be adapted ({reasons}); use another model")
     widths = [
-        min(whole_shape(weight))
+        min(get_full_shape(weight))
         for path in layers
         for weight in paths[path].parameters(recurse=False)
         if weight.dim() == 2
@@ -165,7 +165,7 @@ def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
 
 
 def find_untrainable_layers(model: Any) -> dict[str, str]:
-    if hasattr(model, "usual_targets"):
+    if hasattr(model, "list_default_targets"):
         return {}
     outside_text, reasons = _build_pattern(find_non_text_modules(model)), dict(probe_gradient_coverage(model).unreached)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -197,7 +197,7 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
             reasons["outside the language model, receives no text"].append(tower)
         elif excluded and re.fullmatch(excluded, path):
             reasons["lora.exclude_modules"].append(path)
-        elif hasattr(base, "usual_targets"):
+        elif hasattr(base, "list_default_targets"):
             reasons["outside attention and feed-forward; lora.target_modules can name them"].append(path)
         elif path in special:
             reasons[special[path]].append(path)
@@ -210,7 +210,7 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
 
 def _has_matrix_weight(module: nn.Module) -> bool:
     """Return whether a module has a weight matrix, as linear layers, embeddings, routers and experts do."""
-    return any(len(model_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
+    return any(len(get_logical_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
 
 
 def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from safetensors import safe_open
 
 from trainer.config import ModelSection, UserError
-from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
-from trainer.model.model_source import cached_file
+from trainer.config.files import UnreadableFileError, read_json, read_safetensors_header
+from trainer.model.model_source import find_cached_file
 
 STEM = "model"
 WEIGHTS = f"{STEM}.safetensors"
@@ -105,7 +105,7 @@ def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[P
 def _read_index(index: Path, setting: str) -> list[str]:
     try:
         names = sorted(set(read_json(index, Index).weight_map.values()))
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         raise UserError(f"{setting}: {index.name} {error.problem}; download or copy it again") from None
     if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None):
         raise UserError(
@@ -117,12 +117,12 @@ def _read_index(index: Path, setting: str) -> list[str]:
 def _read_headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         entries, _, _ = read_safetensors_header(file)
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         raise UserError(f"{setting}: {file.name} {_describe_damage(file, error)}") from None
     return {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
 
 
-def _describe_damage(file: Path, error: UnreadableFile) -> str:
+def _describe_damage(file: Path, error: UnreadableFileError) -> str:
     try:
         with file.open("rb") as handle:
             beginning = handle.read(64)
@@ -136,9 +136,9 @@ def has_local_weights(base_model: str, section: ModelSection) -> bool:
     """Return whether the weights are in a folder or the hub's cache, so that no download is needed."""
     if Path(base_model).is_dir():
         return True
-    index = cached_file(base_model, INDEX, section.revision)
+    index = find_cached_file(base_model, INDEX, section.revision)
     if index is None:
-        return cached_file(base_model, WEIGHTS, section.revision) is not None
+        return find_cached_file(base_model, WEIGHTS, section.revision) is not None
     # Missing files are downloaded when the model is loaded.
     return all((index.parent / name).exists() for name in _read_index(index, f"base_model={base_model}"))
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.config import ModelSection, UserError
 from trainer.config.files import parse_json, read_bytes
 from trainer.model.base import load_tokenizer
-from trainer.model.model_source import cached_file
+from trainer.model.model_source import find_cached_file
 
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -54,7 +54,7 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 def _read_source_files(source: str, revision: str | None, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name in names if source else ():
-        path = Path(source, name) if Path(source).is_dir() else cached_file(source, name, revision)
+        path = Path(source, name) if Path(source).is_dir() else find_cached_file(source, name, revision)
         if path is not None:  # otherwise the repository has no such file
             with suppress(FileNotFoundError):
                 files[name] = read_bytes(path)

@@ -16,10 +16,10 @@ from torch import nn
 from trainer.config import UserError
 from trainer.model.model_kind import SCORE, has_score, is_mxfp4
 from trainer.model.mxfp4 import check_mxfp4_shapes, strip_quantization
-from trainer.model.stored_four_bit import FourBitFiles, FourBitForm
+from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat
 from trainer.model.stored_fp8 import SAME_MODEL_FIX, check_fp8_shapes, find_scales
 from trainer.model.stored_layout import BLOCKS, SCALES
-from trainer.model.stored_settings import find_stored_form
+from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 
 
@@ -29,8 +29,8 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
     Raises UserError, prefixed with `setting`, if weights are missing or have the wrong shape, if config.json does not
     declare their quantization, or if entire layers are unused.
     """
-    form = find_stored_form(model_config)
-    if isinstance(form, FourBitForm):
+    form = find_stored_format(model_config)
+    if isinstance(form, FourBitFormat):
         stored = FourBitFiles(files, form, setting).shapes()
     elif form is not None:
         stored = check_fp8_shapes(setting, files, form)

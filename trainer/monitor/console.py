@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.config.errors import format_count
-from trainer.contract.standard_streams import forgiving_stream
+from trainer.contract.standard_streams import open_forgiving_stream
 
 LOG_WIDTH = 120
 MAX_REPEATED = 10
@@ -72,10 +72,10 @@ def open_console(
     screen_fd = _open_console_fd(console_path) if rank == 0 else None
     log_path = run_dir / "logs" / f"rank-{rank}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    append_output_to(log_path)
+    redirect_output_to(log_path)
     # Open new line-buffered streams: the old ones are block-buffered if they were opened on a pipe.
-    sys.stdout = forgiving_stream(1)
-    sys.stderr = forgiving_stream(2, "backslashreplace")
+    sys.stdout = open_forgiving_stream(1)
+    sys.stderr = open_forgiving_stream(2, "backslashreplace")
     faulthandler.enable(file=sys.stderr)
     print(f"== {time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}  process {os.getpid()} ==", flush=True)
 
@@ -168,7 +168,7 @@ def _open_console_fd(console_path: str | None) -> int:
     return os.open(console_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
-def append_output_to(log: Path) -> None:
+def redirect_output_to(log: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

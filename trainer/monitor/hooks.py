@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import replaces
 from trainer.model.adapter import GradientCheck
-from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
+from trainer.model.expert_layers import DOWN, find_expert_modules, get_expert_shape, takes_all_tokens
 from trainer.monitor.console import Output
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.parallel.ranks.progress import PROGRESS
@@ -66,7 +66,7 @@ class Hook:
         """Called after the last step."""
 
 
-class FirstGradients(Hook):
+class FirstGradientCheck(Hook):
     def __init__(self, model: Any, *, finite: bool) -> None:
         self._check: GradientCheck | None = GradientCheck(model, finite=finite)
 
@@ -165,7 +165,7 @@ class ExpertLoad(Hook):
     """Counts the training tokens of each expert between two calls of `values`, on the device."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._experts = [module for module in expert_modules(model).values() if not takes_all_tokens(module)]
+        self._experts = [module for module in find_expert_modules(model).values() if not takes_all_tokens(module)]
         self._visits: dict[int, Tensor] = {}
         for layer, experts in enumerate(self._experts):
             experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
@@ -173,7 +173,7 @@ class ExpertLoad(Hook):
     @classmethod
     def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
         """Return a hook, or None if the model has no experts or is `compiled` (module hooks would break the graph)."""
-        return cls(model) if expert_modules(model) and not compiled else None
+        return cls(model) if find_expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Recomputed layers are counted twice, which does not change the fractions.
@@ -182,7 +182,7 @@ class ExpertLoad(Hook):
         index = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][1]
         visits = self._visits.get(layer)
         if visits is None:
-            count = expert_shape(experts, DOWN)[0]
+            count = get_expert_shape(experts, DOWN)[0]
             visits = self._visits[layer] = torch.zeros(count, dtype=torch.long, device=index.device)
         flat = index.reshape(-1).long()
         visits.scatter_add_(0, flat, torch.ones_like(flat))

@@ -15,11 +15,11 @@ from typing import Any
 from rich.console import Console
 
 from trainer.config import LoggingSection, UserError
-from trainer.config.files import UnreadableFile, read_bytes
+from trainer.config.files import UnreadableFileError, read_bytes
 from trainer.contract.json_records import MAX_METRICS_BYTES, parse_record
 from trainer.contract.json_records import Record as Record
 from trainer.contract.output_files import collect_disk_errors
-from trainer.contract.whole_files import write_whole
+from trainer.contract.whole_files import write_text_atomic
 from trainer.monitor.console import warn
 from trainer.monitor.display import Display
 from trainer.monitor.trackers import Trackers
@@ -52,7 +52,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             records += [parse_record(line, path)] if line else []
-        except UnreadableFile as error:
+        except UnreadableFileError as error:
             if number < len(lines) or number == 1:
                 problem = f"line {number} is not a record of a step ({error.problem})"
                 raise UserError(f"{path}: {problem}; repair or remove that line") from None
@@ -85,7 +85,7 @@ class Metrics:
         if self._path.is_file():
             records = read_metrics(run_dir) if first_step else []
             earlier = [record for record in records if (record["step"] or 0) <= first_step]
-            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in earlier))
+            write_text_atomic(self._path, "".join(json.dumps(record) + "\n" for record in earlier))
         self._path.touch()
         self._unwritten = b""
         self._trackers = Trackers(logging, run_dir, settings or {}, console.print, first_step)

@@ -21,15 +21,15 @@ from trainer.data.batches import MicroBatch
 from trainer.model.expert_layers import (
     DOWN,
     ExpertFactor,
-    expert_names,
-    expert_shape,
-    experts_per_token,
+    count_experts_per_token,
+    get_expert_shape,
     holds_experts,
+    list_expert_tensors,
     takes_all_tokens,
 )
 from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.parallel.engine.linear_layers import find_base_model
-from trainer.parallel.engine.partitioned import whole_size
+from trainer.parallel.engine.partitioned import get_full_size
 
 TERA = 1e12
 PEAK_TFLOPS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml")).tree
@@ -90,12 +90,15 @@ def _count_linear_flops(name: str, module: nn.Module, config: Any) -> float:
     if isinstance(module, nn.Linear):
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
     elif holds_experts(module):
-        experts = expert_shape(module, DOWN)[0]
-        visited = experts if takes_all_tokens(module) else experts_per_token(config)
-        elements = sum(math.prod(expert_shape(module, name)) for name in expert_names(module))
+        experts = get_expert_shape(module, DOWN)[0]
+        visited = experts if takes_all_tokens(module) else count_experts_per_token(config)
+        elements = sum(math.prod(get_expert_shape(module, name)) for name in list_expert_tensors(module))
         size, parameters = elements * visited / experts, list(module.parameters(recurse=False))
     elif isinstance(module, ExpertFactor):
-        size, parameters = whole_size(module.weight) * experts_per_token(config) / module.experts, [module.weight]
+        size, parameters = (
+            get_full_size(module.weight) * count_experts_per_token(config) / module.experts,
+            [module.weight],
+        )
     else:
         return 0.0
     # The factors of a flat adapter are views without requires_grad.

@@ -14,19 +14,19 @@ from ops.fake_quantize import fake_quantize_linear
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces, require
 from trainer.model.integer_weights import (
-    IntegerForm,
+    IntegerFormat,
     Integers,
     check_torchao,
-    choose_integer_form,
+    choose_integer_format,
     explain_not_rounded,
     find_adapted_linears,
 )
-from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.partitioned import get_full_shape
 from trainer.patches.replace import replace
 
 
 @replaces("the forward of PEFT's LoRA layers, with rounding")
-def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
+def install_fake_quantization(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
     """Make adapted layers fake-quantize their merged weights in each forward pass; return lines for the console.
 
     Raises UserError if torchao is missing or a layer cannot be quantized.
@@ -39,14 +39,14 @@ def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> lis
         if isinstance(layer, LoraLayer) and (reason := explain_not_rounded(layer)):
             raise UserError(f"{setting}: {path}: {reason}; exclude it with lora.exclude_modules")
     layers = find_adapted_linears(model)
-    widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
-    form = choose_integer_form(kind, widths, dtype, setting=setting)
+    widths = {path: get_full_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
+    form = choose_integer_format(kind, widths, dtype, setting=setting)
     for layer in layers.values():
         replace(layer, "forward", _build_forward(layer, form))
     return [f"fake-quantized: the merged weights of {len(layers)} adapted layers ({form}); other layers are unchanged"]
 
 
-def _build_forward(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
+def _build_forward(layer: Any, form: IntegerFormat) -> Callable[..., Tensor]:
     for name in ("_disable_adapters", "_active_adapter"):
         require(layer, name, "peft")
     peft_forward, adapter = layer.forward, layer.active_adapters[0]

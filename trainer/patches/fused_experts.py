@@ -9,7 +9,7 @@ from torch import nn
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import detect_activation, run_adapted_experts
-from trainer.model.expert_layers import expert_modules
+from trainer.model.expert_layers import find_expert_modules
 from trainer.model.packed_experts import forward_frozen, list_packed_tensors
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
@@ -23,7 +23,7 @@ def install_expert_forwards(model: nn.Module, *, on_gpu: bool) -> list[str]:
         if isinstance(module, ParamWrapper):
             wrapped.setdefault(id(module.get_base_layer()), []).append(module)
     counts: Counter[tuple[str, str]] = Counter()
-    for experts in expert_modules(model).values():
+    for experts in find_expert_modules(model).values():
         is_supported = detect_activation(experts) is not None
         if id(experts) in wrapped:
             adapter = _describe_adapter(wrapped[id(experts)])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.contract.known_versions import overridden, replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import StaticShape, choose_shape, measure_sizes, pad_to_shape
-from trainer.parallel.engine.cuda_graphs import CapturedPass, GraphCapturer, NotCapturable, release_workspaces
+from trainer.parallel.engine.cuda_graphs import CapturedPass, CaptureError, GraphCapturer, release_workspaces
 from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter, list_trained_parameters
 from trainer.patches.loss_head import TokenLoss
 
@@ -119,7 +119,7 @@ class GraphedLoss:
     def values(self, *, training: bool = True) -> dict[str, float]:
         return self._loss.values(training=training)
 
-    def take_fraction(self) -> float:
+    def pop_replayed_fraction(self) -> float:
         """Return the fraction of batches that were replayed since the last call, and reset the counts."""
         fraction = self._replayed / max(self._calls, 1)
         self._calls = self._replayed = 0
@@ -182,7 +182,7 @@ class GraphedLoss:
                 must_be_faster=self._mode == "auto",
             )
             self._capturer.check_free_memory()
-        except NotCapturable as error:
+        except CaptureError as error:
             reason = str(error)
         except torch.OutOfMemoryError as error:
             reason = _describe_first_error(error)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trainer.config import TrainingSection, UserError
-from trainer.model.expert_layers import expert_modules
+from trainer.model.expert_layers import find_expert_modules
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
@@ -60,7 +60,7 @@ class PatchPlan:
     """Tokens per tile of gated MLPs; 0 for no tiles."""
 
 
-def install_on_base(model: Any, plan: PatchPlan) -> list[str]:
+def install_on_base_model(model: Any, plan: PatchPlan) -> list[str]:
     copy_heads_without_flash(plan.device, plan.dtype)
     if plan.shares_sequences:
         set_varlen(model)  # on any device: the settings and the model were checked before
@@ -73,7 +73,7 @@ def install_on_base(model: Any, plan: PatchPlan) -> list[str]:
     return replace_elementwise(model, frozen_norms=plan.has_adapter, recompute=plan.recomputed).format_summary()
 
 
-def install_on_adapted(model: Any, plan: PatchPlan) -> list[str]:
+def install_on_adapted_model(model: Any, plan: PatchPlan) -> list[str]:
     lines = install_mamba_projections(model) if plan.has_adapter else []
     if plan.shards is not None:
         plan.shards.attach(model)
@@ -111,7 +111,7 @@ def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> Non
 
 
 def _install_experts(model: Any, plan: PatchPlan) -> list[str]:
-    if not plan.has_adapter or not expert_modules(model):
+    if not plan.has_adapter or not find_expert_modules(model):
         return []
     from trainer.patches.fused_experts import install_expert_forwards  # imports peft, and with it bitsandbytes
 
@@ -125,10 +125,10 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
     if plan.adapters == "none":
         return []
     if plan.adapters == "rounded":
-        from trainer.patches.fake_quantised_lora import compute_rounded  # imports peft
+        from trainer.patches.fake_quantised_lora import install_fake_quantization  # imports peft
 
         assert plan.training.qat is not None
-        return compute_rounded(model, plan.training.qat, plan.dtype)
+        return install_fake_quantization(model, plan.training.qat, plan.dtype)
     if plan.adapters == "peft":
         return [f"adapters: PEFT's own forward ({plan.adapters_reason})"]
     from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators

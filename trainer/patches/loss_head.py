@@ -237,7 +237,7 @@ class TokenLoss:
 
         `base_states` is the result of `compute_base_states` for this batch.
         """
-        with self._outside_step(batch, device):
+        with self._allow_extra_passes(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
             head = self._head
 
@@ -256,12 +256,12 @@ class TokenLoss:
 
     def is_in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
         """Return whether logits are computed from hidden states in chunks; every rank must call it."""
-        with self._outside_step(batch, device):
+        with self._allow_extra_passes(batch, device):
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the base model's hidden states [K, H] at the K targets; its log p [K, V] unless `is_in_chunks`."""
-        with self._outside_step(batch, device):
+        with self._allow_extra_passes(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
             states: list[torch.Tensor] = []
 
@@ -274,7 +274,7 @@ class TokenLoss:
             return states[0] if states else logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
 
     @contextmanager
-    def _outside_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
+    def _allow_extra_passes(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
         """Keep the flat adapter's views, so that other forward passes can run before the loss's backward pass."""
         self.observe(batch, device)
         flat = find_flat_adapter(self._module)

@@ -13,7 +13,7 @@ from trainer.config import UserError
 from trainer.contract.known_versions import replaces, require
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import find_non_text_modules
-from trainer.parallel.engine.linear_layers import find_base_model, is_linear, model_shape
+from trainer.parallel.engine.linear_layers import find_base_model, get_logical_shape, is_linear
 from trainer.patches.replace import replace
 
 # Name in transformers' modeling files of mamba-ssm's training kernel for an entire Mamba-2 layer.
@@ -29,7 +29,7 @@ def check_packable(model: Any) -> None:
         raise UserError(f"adapter=qlora: {type(model).__name__} has no linear layer to quantize; use adapter: lora")
 
 
-def describe_unadapted(model: nn.Module) -> list[str]:
+def describe_unadapted_weights(model: nn.Module) -> list[str]:
     """List the unadapted weight matrices outside linear layers, such as fused experts, in a line for the console."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
@@ -45,7 +45,7 @@ def describe_unadapted(model: nn.Module) -> list[str]:
         if isinstance(module, linear) or f"{path}.".startswith(towers):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = torch.Size(model_shape(parameter))
+            shape = torch.Size(get_logical_shape(parameter))
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
                 last = _get_last_component(path)
                 counts[last if name == "weight" else f"{last}.{name}", shape] += 1

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ops.elementwise import gelu_mul, recomputing, rms_norm, rope, silu_mul
 from trainer.contract.known_versions import replaces
-from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.partitioned import get_full_shape
 from trainer.patches.replace import replace
 
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
@@ -201,7 +201,7 @@ def _make_norm_forward(original: Forward, eps: float, offset: float, recompute: 
 
 
 def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> str:
-    width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may lack its shape
+    width = (get_full_shape(weight) or [0])[0] or 64  # a partitioned weight may lack its shape
     probe = copy.copy(module)
 
     def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:

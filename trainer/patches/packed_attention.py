@@ -65,7 +65,7 @@ def pass_positions_to_masks(base: Any) -> None:
     replace(modeling_file, "create_causal_mask", create_with_positions)
 
 
-def check_supported(section: ModelSection, model: Any) -> None:
+def check_attention_supported(section: ModelSection, model: Any) -> None:
     """Raise UserError if the model does not support `model.attn_implementation`."""
     chosen = section.attn_implementation
     flag = SUPPORT_FLAGS.get(chosen)
@@ -74,7 +74,7 @@ def check_supported(section: ModelSection, model: Any) -> None:
         raise UserError(f"model.attn_implementation={chosen}: {type(model).__name__} does not support it; use auto")
 
 
-def check_shareable(size: int, model: Any) -> None:
+def check_attention_shareable(size: int, model: Any) -> None:
     """Raise UserError if a model's attention cannot be divided among `size` ranks; the model may be empty."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import DistError
 
 from trainer.config import UserError
-from trainer.config.errors import one_line
+from trainer.config.errors import format_one_line
 from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate
 from trainer.data.samples import Sample
 from trainer.model.model_kind import supports_sdpa
@@ -142,7 +142,9 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 
 
 @torch.no_grad()
-def check_parts(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart) -> None:
+def check_sequence_parts(
+    token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart
+) -> None:
     """Raise UserError if the logits of a part differ from those of the full sequence; every rank must call it.
 
     They differ if layers other than attention combine tokens. Such a model cannot be trained on split sequences.
@@ -319,7 +321,7 @@ def _report_model_errors(setting: str, fix: str, model: Any) -> Iterator[None]:
     except (torch.OutOfMemoryError, DistError):
         raise
     except Exception as error:  # of any type, from the code of the model
-        name, message = type(find_base_model(model)).__name__, one_line(str(error))
+        name, message = type(find_base_model(model)).__name__, format_one_line(str(error))
         raise UserError(
             f"{setting}: the forward pass of {name} fails ({type(error).__name__}: {message}); {fix}"
         ) from error

@@ -21,7 +21,7 @@ from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed, replaces
 from trainer.model.reached_layers import find_decoder_layers
-from trainer.parallel.engine.linear_layers import is_linear, model_shape
+from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear
 from trainer.parallel.ranks import process_state
 from trainer.patches.replace import replace, undo
 
@@ -161,7 +161,7 @@ def _has_matrices(part: nn.Module) -> bool:
     from peft.tuners.lora import LoraLayer
 
     has_layers = any(isinstance(module, LoraLayer) or is_linear(module) for module in part.modules())
-    return has_layers or any(len(model_shape(parameter)) > 1 for parameter in part.parameters())
+    return has_layers or any(len(get_logical_shape(parameter)) > 1 for parameter in part.parameters())
 
 
 def _checkpoint_forward(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 Optimizer step t:
 
     last micro-step:  forward; penalty(t) first updates lambda by S (or K) of step t-1; backward of loss + penalty
-    reduction:        the loop sums (loss, tokens, measured_local()) over the ranks in the loss's all-reduce
+    reduction:        the loop sums (loss, tokens, get_local_contribution()) over the ranks in the loss's all-reduce
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
 The host synchronizes with the device only to check every `scu.check_every` steps that lambda is bitwise equal on all
@@ -151,10 +151,10 @@ class Steering:
             return torch.zeros_like(self._measured)
         return squares * (self.lambda_ * self.information.nats_per_square)
 
-    def measured_local(self) -> Tensor:
+    def get_local_contribution(self) -> Tensor:
         """Return this rank's contribution to Q, or to the sum of KL: fp64 on the device, to be summed over ranks."""
         if self._measured is None:
-            raise ScuError("scu: measured_local() was called before penalty() in this step")
+            raise ScuError("scu: get_local_contribution() was called before penalty() in this step")
         return self._measured if self.divergence is not None else self._divide_by_ranks(self._measured)
 
     def observe(

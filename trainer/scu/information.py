@@ -26,11 +26,11 @@ from trainer.model.expert_layers import ExpertFactor
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.flat_adapter import FlatAdapter
 from trainer.parallel.engine.partitioned import (
+    get_full_shape,
     get_local_shard,
     get_partition_group,
     is_partitioned,
     is_whole_here,
-    whole_shape,
 )
 
 Measure = Literal["delta", "factors"]
@@ -69,9 +69,9 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
                 a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
             else:
                 continue
-            if len(whole_shape(a)) != 2 and not isinstance(module.lora_A[adapter], ExpertFactor):
+            if len(get_full_shape(a)) != 2 and not isinstance(module.lora_A[adapter], ExpertFactor):
                 raise UserError(
-                    f"scu.enabled=true: {path}: factor A {tuple(whole_shape(a))} is not a matrix; exclude this layer"
+                    f"scu.enabled=true: {path}: factor A {tuple(get_full_shape(a))} is not a matrix; exclude this layer"
                 )
             pairs.append(AdapterPair(a, b, float(module.scaling[adapter])))
     if not pairs:
@@ -185,19 +185,19 @@ class _Chunk:
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
         # cat and view: stack would create a view of each tensor, which is slow for hundreds of small ones.
-        a_NRI = torch.cat(tensors[:split]).view(-1, *whole_shape(self.a[0])[-2:])
-        b_NOR = torch.cat(tensors[split:]).view(-1, *whole_shape(self.b[0])[-2:])
+        a_NRI = torch.cat(tensors[:split]).view(-1, *get_full_shape(self.a[0])[-2:])
+        b_NOR = torch.cat(tensors[split:]).view(-1, *get_full_shape(self.b[0])[-2:])
         return a_NRI.to(dtype), b_NOR.to(dtype)
 
     def reshape_by_layer(self, gradient: Tensor) -> Tensor:
         """Reshape a gradient to [layers, ...], or to [layers, E, ...] for experts."""
-        return gradient.view(len(self.a), *whole_shape(self.a[0])[:-2], *gradient.shape[1:])
+        return gradient.view(len(self.a), *get_full_shape(self.a[0])[:-2], *gradient.shape[1:])
 
 
 def _build_chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
     groups: dict[tuple[Any, ...], list[AdapterPair]] = {}
     for pair in pairs:
-        kind = (whole_shape(pair.a), whole_shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device)
+        kind = (get_full_shape(pair.a), get_full_shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device)
         groups.setdefault(kind, []).append(pair)
     for (a_shape, b_shape, dtype, _, device), group in groups.items():
         size = max(1, CHUNK_ELEMENTS // (a_shape.numel() + b_shape.numel()))
@@ -297,7 +297,7 @@ def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
         dist.all_gather_into_tensor(buffer, shards, group=get_partition_group(partitioned[0]))
         columns = buffer.view(ranks, -1).split([get_local_shard(p).numel() for p in partitioned], dim=1)
         for parameter, column in zip(partitioned, columns, strict=True):
-            shape = whole_shape(parameter)
+            shape = get_full_shape(parameter)
             # The last shards are padded to equal length; the padding follows the elements.
             gathered[id(parameter)] = column.reshape(-1)[: shape.numel()].view(shape)
     return [gathered[id(p)] if id(p) in gathered else p for p in parameters]
@@ -310,7 +310,7 @@ def _mask_to_shard(parameters: list[Partitionable]) -> list[Tensor]:
         if not is_partitioned(parameter):
             tensors.append(parameter)
             continue
-        shard, shape = get_local_shard(parameter), whole_shape(parameter)
+        shard, shape = get_local_shard(parameter), get_full_shape(parameter)
         start = dist.get_rank(get_partition_group(parameter)) * shard.numel()
         length = max(0, min(shard.numel(), shape.numel() - start))
         owned = torch.zeros(shape.numel(), dtype=shard.dtype, device=parameter.device)

@@ -8,17 +8,23 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from trainer.config import RunConfig, engine_zero
-from trainer.config.adapter_settings import fully_trained_modules
-from trainer.contract.rendezvous import host_name
+from trainer.config import RunConfig, resolve_engine_zero
+from trainer.config.adapter_settings import list_fully_trained_modules
+from trainer.contract.rendezvous import get_host_name
 from trainer.memory.decisions import VARLEN, Decisions
-from trainer.model.adapter import adapted_layers, apply_adapter, apply_adapters, count_parameters, list_rank_warnings
-from trainer.model.expert_layers import expert_modules
+from trainer.model.adapter import (
+    apply_adapter,
+    apply_adapters,
+    count_parameters,
+    list_rank_warnings,
+    summarize_adapted_layers,
+)
+from trainer.model.expert_layers import find_expert_modules
 from trainer.model.targets import describe_unadapted_layers
 from trainer.monitor.console import Output
 from trainer.monitor.hooks import (
     ExpertLoad,
-    FirstGradients,
+    FirstGradientCheck,
     History,
     Hook,
     Samples,
@@ -39,14 +45,14 @@ from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, form_group, gather_objects, list_groups, set_seed
+from trainer.parallel.ranks.group import Ranks, create_shard_group, gather_objects, list_groups, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.deepspeed_workarounds import AdapterGuard
 from trainer.patches.graphed_loss import GraphedLoss
-from trainer.patches.installation import PatchPlan, install_on_adapted, install_on_base, install_on_engine
+from trainer.patches.installation import PatchPlan, install_on_adapted_model, install_on_base_model, install_on_engine
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.mamba import describe_unadapted
+from trainer.patches.mamba import describe_unadapted_weights
 from trainer.tasks.task import StepLoss, Task
 
 
@@ -61,7 +67,7 @@ class Builder:
         # DeepSpeed's configuration; stage 3 partitions the weights with it while they are read.
         self._engine_config = build_deepspeed_config(
             config.training,
-            engine_zero(config),
+            resolve_engine_zero(config),
             precision,
             on_gpu=self._on_gpu,
             one_gradient=decisions.flat.value,
@@ -80,14 +86,14 @@ class Builder:
         with phase("weights"):
             model = task.load_base(self._dtype, self._engine_config, shards)
         patches = self._plan_patches(shards)
-        lines = [self._decisions.format_summary(), *install_on_base(model, patches)]
+        lines = [self._decisions.format_summary(), *install_on_base_model(model, patches)]
         # The adapter's initialization must not depend on random numbers drawn while loading.
         set_seed(config.seed)
         if config.runs:
             with announce_partitioning(self._engine_config):
                 sections = [(run.lora, run.seed) for run in config.runs]
                 model = apply_adapters(model, sections, self._dtype, task_type=task.peft_type)
-            lines += describe_unadapted(model)
+            lines += describe_unadapted_weights(model)
         elif config.adapter != "none":
             with announce_partitioning(self._engine_config):
                 model = apply_adapter(
@@ -99,8 +105,8 @@ class Builder:
                     task_type=task.peft_type,
                 )
             lines += list_rank_warnings(config.lora) + describe_unadapted_layers(model, config.lora)
-            lines += describe_unadapted(model)
-        lines += install_on_adapted(model, patches)
+            lines += describe_unadapted_weights(model)
+        lines += install_on_adapted_model(model, patches)
         if config.zero.stage == 3:
             lines.append(self._describe_gather(shards))
         set_seed(config.seed + self._ranks.rank)
@@ -149,7 +155,7 @@ class Builder:
         mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
         if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
             return loss
-        has_experts = bool(expert_modules(model)) and not self._config.training.torch_compile
+        has_experts = bool(find_expert_modules(model)) and not self._config.training.torch_compile
         return GraphedLoss.create(loss, model, mode, say, has_experts=has_experts) or loss
 
     def build_hooks(
@@ -167,7 +173,7 @@ class Builder:
             return [SkippedRecords(skipped), *spikes] if ranks.is_main else []
         profiler = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
         hooks: list[Hook | None] = [
-            FirstGradients(model, finite=not engine.fp16_enabled()),
+            FirstGradientCheck(model, finite=not engine.fp16_enabled()),
             StartReport(say),
             StepProfiler.for_run(*profiler, engine, steering),
             ExpertLoad.for_model(model, compiled=config.training.torch_compile),
@@ -189,7 +195,7 @@ class Builder:
                 table.add_column(heading)
             for heading in ("layers", "parameters"):
                 table.add_column(heading, justify="right")
-            for layer in adapted_layers(model):
+            for layer in summarize_adapted_layers(model):
                 table.add_row(layer.name, layer.shape, str(layer.count), f"{layer.parameters:,}")
             lines.append(table)
         return lines
@@ -199,8 +205,8 @@ class Builder:
         zero = self._config.zero
         if self._decisions.gather.value != "layer":
             return None
-        hosts = gather_objects(host_name())
-        group = form_group(zero.shard_within, hosts)
+        hosts = gather_objects(get_host_name())
+        group = create_shard_group(zero.shard_within, hosts)
         # Use the largest group, as all ranks read the weights together: a rank may be the only one on its host.
         largest = max(map(len, list_groups(zero.shard_within, hosts)))
         if largest == 1 and not zero.offload_parameters:
@@ -209,8 +215,8 @@ class Builder:
             self._device,
             in_host_memory=zero.offload_parameters,
             pin_memory=zero.pin_memory,
-            keep_whole=fully_trained_modules(self._config),
-            keep_embeddings=self._task.keep_embeddings(),
+            keep_whole=list_fully_trained_modules(self._config),
+            keep_embeddings=self._task.must_keep_embeddings(),
             group=group,
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
-from trainer.config import RunConfig, TrainingSection, collective_timeout
+from trainer.config import RunConfig, TrainingSection, compute_collective_timeout
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.known_versions import replaces
@@ -15,7 +15,7 @@ from trainer.data.step_count import count_steps, describe_steps, list_step_warni
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
-from trainer.parallel.ranks.agreement import meet
+from trainer.parallel.ranks.agreement import check_ranks_agree
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import check_ranks
@@ -43,8 +43,8 @@ def join_run(
 def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
     check_ranks(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
-    timeout, token = collective_timeout(config.training), lock.token if lock is not None else ""
-    world = meet(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
+    timeout, token = compute_collective_timeout(config.training), lock.token if lock is not None else ""
+    world = check_ranks_agree(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
     form_process_group(ranks, timeout)
     (say.show if world.hosts > 1 else say)(world.summary)
     if (warning := known_versions.build_version_warning()) is not None:

@@ -8,7 +8,7 @@ from trainer.data.prepared import Prepared
 from trainer.memory.decisions import Machine
 from trainer.memory.image_models import ImagePlanner
 from trainer.memory.planner import Planner
-from trainer.model.base import empty_model
+from trainer.model.base import build_empty_model
 from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import has_local_weights
 from trainer.setup.shown_data import show_images, show_text
@@ -37,7 +37,7 @@ class LanguageKind:
     @staticmethod
     def describe(config: RunConfig, prepared: Prepared) -> tuple[Any, list[str]]:
         """Return the model without weights, and lines for `zerolora validate`."""
-        model = empty_model(prepared.model_config, config.model)
+        model = build_empty_model(prepared.model_config, config.model)
         layers = prepared.model_config.get_text_config().num_hidden_layers
         context = f", context {prepared.longest:,}" if prepared.longest else ""
         tokenizer = prepared.tokenizer

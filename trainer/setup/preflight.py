@@ -14,14 +14,14 @@ import torch
 from trainer.checkpoint.adapter_files import find_adapter_damage, find_untrainable_tensor
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
-from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, name_adapter
+from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, prefix_errors
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import SETTINGS_FILE
-from trainer.config.needs import switch_value
+from trainer.config.needs import read_switch_value
 from trainer.data.prepared import Prepared, count_samples, has_images
 from trainer.data.sources import disable_retries_without_network
 from trainer.data.step_count import list_step_warnings, resolve_global_batch
-from trainer.model.base import empty_model
+from trainer.model.base import build_empty_model
 from trainer.model.eight_bit import check_fp8_support
 from trainer.model.expert_targets import find_expert_targets
 from trainer.model.integer_weights import check_torchao
@@ -46,7 +46,7 @@ def prepare(
     """
     if config.runs:
         check_output_folder(config)
-        return _join_prepared(config, [name_adapter(prepare, run, report, to_train=to_train) for run in config.runs])
+        return _join_prepared(config, [prefix_errors(prepare, run, report, to_train=to_train) for run in config.runs])
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
@@ -60,7 +60,7 @@ def _join_prepared(config: RunConfig, adapters: Sequence[Prepared]) -> Prepared:
     """Attach the data of all adapters to the first adapter's. Raises UserError for image models or adapted experts."""
     if any(map(has_images, adapters)):
         raise UserError("adapters: image models support only one adapter per run; remove adapters")
-    model = empty_model(adapters[0].model_config, config.model) if config.lora.experts else None
+    model = build_empty_model(adapters[0].model_config, config.model) if config.lora.experts else None
     if model is not None and any(find_expert_targets(model, run.lora) for run in config.runs):
         raise UserError("lora.experts=true: experts can have only one adapter; set lora.experts: false")
     return replace(adapters[0], adapters=tuple(adapters))
@@ -81,7 +81,7 @@ def check_settings(config: RunConfig) -> None:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
     on_gpu = {"lora.init": "loftq", "ops.backend": "cuda", "model.attn_implementation": "flex_attention"}
     for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
-        if switch_value(config, name) == value:
+        if read_switch_value(config, name) == value:
             raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove it")
     if config.ops.backend == "cuda" and _uses_operators(config):
         import ops
@@ -116,7 +116,7 @@ def prepare_to_resume(
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)
     if config.runs:
-        each = [name_adapter(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
+        each = [prefix_errors(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
         return _join_prepared(config, [prepared for prepared, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)

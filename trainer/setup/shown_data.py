@@ -20,7 +20,7 @@ from trainer.data.image_parts import decode_image, read_stored
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
-from trainer.data.step_count import count_steps, global_batch, resolve_global_batch, steps_per_epoch
+from trainer.data.step_count import compute_steps_per_epoch, count_steps, global_batch, resolve_global_batch
 from trainer.setup.text_run import read_data
 from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.prepare import prepare_image_run
@@ -93,7 +93,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
     if (last := count_steps(training, samples, ranks)) is not None and step > last:
         raise UserError(f"--step {step}: the run has only {last:,} steps; use 1 to {last}")
     size = global_batch(training, ranks)
-    epoch, in_epoch = divmod(step - 1, steps_per_epoch(samples, size))
+    epoch, in_epoch = divmod(step - 1, compute_steps_per_epoch(samples, size))
     return epoch, in_epoch * size, size
 
 

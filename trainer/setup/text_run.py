@@ -10,7 +10,7 @@ from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.errors import shown
 from trainer.config.needs import find_other_task_settings
 from trainer.data.cache import PreparedData, prepare_data, prepare_reference
-from trainer.data.conversations import find_chat_template
+from trainer.data.conversations import load_chat_template
 from trainer.data.grouping import DataStats
 from trainer.data.prepared import Prepared
 from trainer.data.prompt_files import sample_prompts
@@ -19,9 +19,9 @@ from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
 from trainer.model.adapter import check_added_tokens, list_bias_warnings, load_initial_adapter
 from trainer.model.base import (
+    build_empty_model,
     check_weights,
     context_length,
-    empty_model,
     has_rotary_positions,
     load_model_config,
     load_tokenizer,
@@ -36,7 +36,7 @@ from trainer.model.served_layers import list_serving_warnings
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.patches.mamba import check_packable, has_scan_kernels, is_mamba_2
-from trainer.patches.packed_attention import check_shareable, check_supported
+from trainer.patches.packed_attention import check_attention_shareable, check_attention_supported
 from trainer.scu.law_settings import build_law
 from trainer.tasks.answer_metrics import AnswerMetrics, build_metric
 from trainer.tasks.images.pipeline import INDEX
@@ -135,14 +135,14 @@ def read_model_files(config: RunConfig) -> Prepared:
     notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)
     tokenizer = _read_tokenizer(config)
-    empty = empty_model(model_config, config.model)
-    check_supported(config.model, empty)
+    empty = build_empty_model(model_config, config.model)
+    check_attention_supported(config.model, empty)
     layers = config.training.gradient_checkpointing_layers
     if layers is not None and layers > (available := empty.config.get_text_config().num_hidden_layers):
         problem = f"the model has only {available}; remove it to recompute all"
         raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:
-        check_shareable(config.parallel.sequence, empty)
+        check_attention_shareable(config.parallel.sequence, empty)
     check_experts_per_token(config.base_model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
@@ -159,7 +159,7 @@ def read_model_files(config: RunConfig) -> Prepared:
     initial, rows = read_initial_adapter(config), empty.config.get_text_config().vocab_size
     # Other initializations compute with the weights, and the embedding of an empty model does not grow.
     if initial and initial.get("init_lora_weights", True) is True and len(tokenizer) <= rows:
-        load_initial_adapter(empty_model(model_config, config.model), config.lora)
+        load_initial_adapter(build_empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     return Prepared(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
 
@@ -220,5 +220,5 @@ def _read_tokenizer(config: RunConfig) -> Any:
     tokenizer = load_tokenizer(config.base_model, config.model)
     if config.dataset.chat_template:
         # Saved with the tokenizer, so that the adapter is used with the prompts it was trained on.
-        tokenizer.chat_template = find_chat_template(tokenizer, config.dataset.chat_template)
+        tokenizer.chat_template = load_chat_template(tokenizer, config.dataset.chat_template)
     return tokenizer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.data.samples import Sample, split_documents
-from trainer.model.answers import answer_prompts
+from trainer.model.answers import generate_greedy_answers
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects, run_on_main
 
@@ -48,7 +48,7 @@ class AnswerMetrics:
         local: dict[int, str] = {}
         for batch in deal_batches(batches, ranks):
             prompts = [self._questions[index].ids for index in batch]
-            texts = answer_prompts(engine, self._tokenizer, prompts, self._settings.max_new_tokens)
+            texts = generate_greedy_answers(engine, self._tokenizer, prompts, self._settings.max_new_tokens)
             local |= zip(batch, texts, strict=True)
         answers = {index: text for part in gather_objects(local) for index, text in part.items()}
         # On one rank, since a user's function may not be deterministic.

@@ -14,15 +14,15 @@ from rich.markup import escape
 
 from ops.head import LossKind
 from trainer.config import RunConfig, UserError
-from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
+from trainer.data.batches import Batches, MicroBatch, StreamBatches, iterate_evaluation_batches
 from trainer.data.grouping import DataStats
 from trainer.data.image_parts import thumbnail
 from trainer.data.prepared import Prepared, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.vision import ImageInputs
-from trainer.model.answers import answer_prompts, encode_prompt, needs_synced_passes
-from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, match_vocabulary
+from trainer.model.answers import encode_prompt, generate_greedy_answers, needs_synced_passes
+from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, resize_to_vocabulary
 from trainer.model.image_reader import build_image_inputs, cache_features, trains_images
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record
@@ -37,7 +37,7 @@ from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.patches.packed_attention import VARLEN, choose_attention, disable_varlen
-from trainer.patches.packing_probe import check_causal, check_parts, separate_documents
+from trainer.patches.packing_probe import check_causal, check_sequence_parts, separate_documents
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.lm_eval_scores import Scores, TaskScores
@@ -95,7 +95,7 @@ class LanguageTask(Task):
             deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
             shards=shards,
         )
-        match_vocabulary(model, self._prepared.tokenizer)
+        resize_to_vocabulary(model, self._prepared.tokenizer)
         return model
 
     def _read_images(self, model: Any) -> None:
@@ -108,7 +108,7 @@ class LanguageTask(Task):
         if self._images.type_name is not None or not self._config.vision.cache:
             disable_varlen(model)
 
-    def keep_embeddings(self) -> bool:
+    def must_keep_embeddings(self) -> bool:
         rows = self._prepared.model_config.get_text_config().vocab_size
         return bool(self._config.model.added_tokens) or len(self._prepared.tokenizer) > rows
 
@@ -142,7 +142,7 @@ class LanguageTask(Task):
         flat = config.dataset.packing or self._sequence is not None
         self.flat_packs = flat and separate_documents(*probed)
         if self._sequence is not None:
-            check_parts(*probed, self._sequence)
+            check_sequence_parts(*probed, self._sequence)
         if self._images is not None and config.vision.cache:
             with phase("load"):
                 folder = Path(config.dataset.cache_dir).expanduser()
@@ -176,7 +176,7 @@ class LanguageTask(Task):
         return self._iterate(samples, training.eval_batch_size or training.batch_size)
 
     def _iterate(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
-        return evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._layout)
+        return iterate_evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._layout)
 
     @property
     def _data_rank(self) -> dict[str, int]:
@@ -237,7 +237,7 @@ class LanguageTask(Task):
             folder.save_examples([(name, _decode_example(document, tokenizer)) for name, document in examples])
         for raw in self._prepared.sample_prompts:
             ids, prompt = encode_prompt(tokenizer, self._config.dataset, raw, form), format_prompt(raw)
-            [answer] = answer_prompts(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
+            [answer] = generate_greedy_answers(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
             # The answers before training have scrolled off the console: repeat them.
             earlier = self._last_answers.get(prompt)
             before = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"

@@ -162,7 +162,7 @@ class PreferenceLoss(TokenLoss):
 
     def _measure_reference(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
-        with self._outside_step(batch, device), torch.no_grad(), without:
+        with self._allow_extra_passes(batch, device), torch.no_grad(), without:
             return self.measure_by_token(model, batch, device)[LOSS]
 
     def _sum_answers(

@@ -71,7 +71,7 @@ class Task(Protocol):
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         """Load the frozen model onto the device, partitioned on the fly at stage 3."""
 
-    def keep_embeddings(self) -> bool:
+    def must_keep_embeddings(self) -> bool:
         """Return whether the per-layer all-gather must leave embedding and head unsharded."""
         return False
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
 from trainer.contract.json_records import MARK, Check
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.agreement import Report, build_report, find_differences
 from trainer.parallel.ranks.group import (
     Ranks,
-    end_process,
+    exit_process,
     form_process_group,
     gather_objects,
     leave_process_group,
@@ -93,7 +93,7 @@ def _measure_bus_bandwidth(size: int, device: torch.device) -> float:
 def check_clocks() -> Iterator[Check]:
     """Check how much the hosts' clocks differ, to within the precision of a barrier."""
     dist.barrier()
-    times = gather_objects((host_name(), time.time()))
+    times = gather_objects((get_host_name(), time.time()))
     offsets = {host: moment - times[0][1] for host, moment in times}
     host = max(offsets, key=lambda name: abs(offsets[name]))
     difference = max(offsets.values()) - min(offsets.values())
@@ -117,7 +117,7 @@ def check_output_is_shared(config: RunConfig, ranks: Ranks) -> Check:
         except OSError as failure:
             error = failure.strerror or str(failure)
     dist.barrier()
-    reports = gather_objects((host_name(), _is_listed(file), error))
+    reports = gather_objects((get_host_name(), _is_listed(file), error))
     if ranks.is_main:
         file.unlink(missing_ok=True)
     hosts_without = sorted({host for host, is_listed, _ in reports if not is_listed})
@@ -198,4 +198,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

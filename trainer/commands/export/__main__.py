@@ -7,7 +7,7 @@ with a Modelfile. kohya: an image model's adapter for ComfyUI.
 
 from pathlib import Path
 
-from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, quiet_libraries
+from trainer.checkpoint.finished_run import FinishedRun, add_run_arguments, find_run, silence_libraries
 from trainer.commands.adapter_kinds import GGUF_NAME, get_adapter_class
 from trainer.commands.atomic_output import check_output
 from trainer.commands.export.adapters import ADAPTER_FORMATS
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         help="dtype of the weights (auto: the stored base's dtype)",
     )
     options = parser.parse_args(argv)
-    quiet_libraries()
+    silence_libraries()
     names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
     output = options.output or options.run / names.get(options.format, f"export-{options.format}")
     if options.dtype != "auto" and options.format in ADAPTER_FORMATS:

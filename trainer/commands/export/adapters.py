@@ -17,7 +17,7 @@ from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.tokenizer_files import tokenizer_files, write_files
-from trainer.monitor.report.model_card import is_on_hub, public_name
+from trainer.monitor.report.model_card import get_public_name, is_on_hub
 
 ADAPTER_FORMATS = ("peft", "vllm", "sglang", "gguf-lora")
 
@@ -35,7 +35,7 @@ def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
             return [f"A and B of {count} layers in f32", f"llama-server -m BASE.gguf --lora {output}"]
         for name in ADAPTER:
             shutil.copyfile(run.folder / name, folder / name)
-        public = public_name(run.config.base_model)
+        public = get_public_name(run.config.base_model)
         base = public if is_on_hub(public) else run.config.base_model
         settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
         (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from trainer.config import UserError
 from trainer.contract.known_versions import require
-from trainer.model.base import empty_model, load_model_config
+from trainer.model.base import build_empty_model, load_model_config
 from trainer.model.expert_forward import detect_activation
 from trainer.model.expert_layers import (
     DOWN,
     GATE_UP,
     UP,
-    expert_modules,
-    expert_names,
-    expert_shape,
+    find_expert_modules,
+    get_expert_shape,
     is_transposed,
+    list_expert_tensors,
     takes_all_tokens,
 )
 from trainer.model.older_names import map_saved_names
@@ -68,8 +68,8 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     anything but low-rank factors, and for adapters of vision towers.
     """
     config = load_model_config(base_model, section)
-    model = empty_model(config, section)
-    factors = _read_by_path(folder, empty_model(config, section), model)
+    model = build_empty_model(config, section)
+    factors = _read_by_path(folder, build_empty_model(config, section), model)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
     if any(path.startswith(towers) for path in factors):
         raise UserError(
@@ -97,7 +97,7 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
     tensors = load_file(folder / "adapter_model.safetensors")
     stored_names = map_saved_names(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
     tensors = {name: tensors[stored if stored in tensors else name] for name, stored in stored_names.items()}
-    experts = expert_modules(model)
+    experts = find_expert_modules(model)
     factors: dict[str, Factors] = {}
     for path, layer in adapted.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
@@ -114,12 +114,12 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
 def _build_missing_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     """Return zero factors for the unadapted parts of partly adapted experts."""
     zeros: dict[str, Factors] = {}
-    for holder, module in expert_modules(model).items():
+    for holder, module in find_expert_modules(model).items():
         like = next((pair for path, pair in factors.items() if path.startswith(f"{holder}.")), None)
         if like is None:
             continue
-        for name in expert_names(module):
-            experts, *shape = expert_shape(module, name)
+        for name in list_expert_tensors(module):
+            experts, *shape = get_expert_shape(module, name)
             inputs, outputs = shape if is_transposed(module) else reversed(shape)
             for part in PARTS[name]:
                 paths = [f"{holder}.{index}.{part}" for index in range(experts)]
@@ -148,7 +148,7 @@ def _build_zeros(like: Factors, inputs: int, outputs: int) -> Factors:
 
 
 def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    experts = expert_shape(module, name)[0]
+    experts = get_expert_shape(module, name)[0]
     a_ERI = a.unflatten(0, (experts, -1))
     b_EOR = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     if takes_all_tokens(module):  # here PEFT's A belongs to the outputs
@@ -175,7 +175,7 @@ class _StoredNames:
         self._revert = require(core_model_loading, "revert_weight_conversion", "transformers")
         weights = {name: torch.empty(weight.shape, device="meta") for name, weight in model.named_parameters()}
         self._shapes = {name: weight.shape for name, weight in self._revert(model, weights).items()}
-        self._experts = set(expert_modules(model))
+        self._experts = set(find_expert_modules(model))
         self._expert_names: dict[str, dict[tuple[int, str], str]] = {}
 
     def find(self, path: str) -> str:
@@ -192,7 +192,7 @@ class _StoredNames:
         if holder not in self._expert_names:
             names: dict[tuple[int, str], str] = {}
             module = self._model.get_submodule(holder)
-            for name in expert_names(module):
+            for name in list_expert_tensors(module):
                 for stored in self._find_stored(f"{holder}.{name}")[1]:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
                     is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))

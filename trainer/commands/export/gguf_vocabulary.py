@@ -14,7 +14,7 @@ from gguf import TokenType
 from jinja2 import TemplateError
 
 from trainer.config import UserError
-from trainer.data.conversations import find_chat_template
+from trainer.data.conversations import load_chat_template
 from trainer.model.answers import find_end_of_turn
 
 # Pre-tokenization of GPT-4 and its descendants; %s is the grouping of digits.
@@ -67,7 +67,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     chats = _render_example_chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
-    template = find_chat_template(tokenizer, None)
+    template = load_chat_template(tokenizer, None)
     if template:
         writer.add_chat_template(template)
     if chats:

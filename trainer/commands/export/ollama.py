@@ -116,7 +116,7 @@ def _find_end_of_turn_text(tokenizer: Any) -> str | None:
 def build_text_template(form: str) -> str | None:
     """Return the Go template of a plain-text prompt format; None if Ollama would change it.
 
-    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_form`); a system prompt is
+    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_format`); a system prompt is
     followed by an empty line.
     """
     if not survives_quotes(form) or "{{" in form:
@@ -134,7 +134,7 @@ def build_modelfile(
 ) -> str:
     """Return the Modelfile for the file `gguf` in the same folder.
 
-    `form` is the plain-text prompt format (see `records.find_prompt_form`); None for the tokenizer's chat template,
+    `form` is the plain-text prompt format (see `records.find_prompt_format`); None for the tokenizer's chat template,
     which gets `variables`.
     """
     lines = [f"FROM ./{gguf}"]

@@ -26,7 +26,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
 
-def is_users_card(card: Path) -> bool:
+def is_user_written_card(card: Path) -> bool:
     """Return whether the user wrote the card, rather than zerolora or PEFT."""
     if not card.is_file():
         return False
@@ -34,7 +34,7 @@ def is_users_card(card: Path) -> bool:
     return not any(marker in text for marker in (MARKER, OLD_MARKER, PEFT_PLACEHOLDER))
 
 
-def public_name(name: str) -> str:
+def get_public_name(name: str) -> str:
     """Return the Hub ID of a model or dataset, also for a path in the hub's cache; for local paths, the last part."""
     short = shorten_cache_path(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
@@ -46,14 +46,14 @@ def is_on_hub(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
-def python_path(name: str, *, is_uploaded: bool = False) -> str:
+def format_python_path(name: str, *, is_uploaded: bool = False) -> str:
     """Return the Python expression that passes a model or adapter to `from_pretrained`.
 
     Paths in the working or home directory become relative to it. Other paths, and all paths in uploaded cards, are
     replaced by a placeholder.
     """
-    if is_on_hub(public_name(name)):
-        return f'"{public_name(name)}"'
+    if is_on_hub(get_public_name(name)):
+        return f'"{get_public_name(name)}"'
     path = Path(name).expanduser().resolve()
     if not is_uploaded and path.is_relative_to(Path.cwd()):
         return f'"./{path.relative_to(Path.cwd())}"'
@@ -70,14 +70,14 @@ def build_model_card(
     `settings` is the run's configuration as JSON, `name` the adapter's repository (owner/name) or the absolute path of
     its folder, `auto_class` the transformers class that loads the model, `pipeline_tag` its task on the hub.
     """
-    base, data = public_name(settings["base_model"]), settings["dataset"]
+    base, data = get_public_name(settings["base_model"]), settings["dataset"]
     groups = dict(build_summary_tables(records, settings, read_run(run_dir))) if records else {}
     sources = [source["path"] for source in data["mix"] or (data,) if source["path"]]
     held_out = data["evaluation"]["path"] if data["evaluation"] else None
     # Rewrite or omit rows that contain a path or command line.
     about = [row for row in groups.get("Model and data", []) if row[0] not in ("model", "data", "held out")]
-    about += [("data", ", ".join(map(public_name, sources)))]
-    about += [("held out", public_name(held_out))] if held_out else []
+    about += [("data", ", ".join(map(get_public_name, sources)))]
+    about += [("held out", get_public_name(held_out))] if held_out else []
     ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
     is_uploaded = not Path(name).is_absolute()
     return render_template(
@@ -92,8 +92,8 @@ def build_model_card(
         config=settings,
         has_score=auto_class.endswith("SequenceClassification"),
         auto=auto_class,
-        adapter=f'"{name}"' if is_uploaded else python_path(name),
-        base_path=python_path(settings["base_model"], is_uploaded=is_uploaded),
+        adapter=f'"{name}"' if is_uploaded else format_python_path(name),
+        base_path=format_python_path(settings["base_model"], is_uploaded=is_uploaded),
         tables=[
             ("Training", [*about, *groups.get("Training", []), ("seed", str(settings["seed"]))]),
             ("Results", groups.get("Results", [])),
@@ -119,7 +119,7 @@ def _build_front_matter(adapter: str, base: str, sources: list[str], pipeline_ta
     # The hub rejects a card with a local base model.
     if is_on_hub(base):
         data["base_model"] = base
-    datasets = [public_name(source) for source in sources if is_on_hub(source)]
+    datasets = [get_public_name(source) for source in sources if is_on_hub(source)]
     if datasets:
         data["datasets"] = datasets
     data["tags"] = ["lora", *(["qlora"] if adapter == "qlora" else []), "transformers", "zerolora"]

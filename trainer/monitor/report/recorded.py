@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import printable
-from trainer.config.files import Seconds, UnreadableFile, read_json
+from trainer.config.files import Seconds, UnreadableFileError, read_json
 from trainer.config.yaml_core import dump
 from trainer.contract.json_records import Record
 from trainer.contract.whole_files import write_json
@@ -105,7 +105,7 @@ def _read(path: Path, shape: Any) -> Any:
         return read_json(path, shape)
     except FileNotFoundError:
         return None  # a report needs only the metrics
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         raise UserError(f"{path}: {error.problem}; restore the original file, or remove it") from None
 
 

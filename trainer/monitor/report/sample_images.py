@@ -27,7 +27,7 @@ def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None
 
 
 def read_prompts(run_dir: Path) -> list[str]:
-    """Return the prompts that have images, in order. Raises UnreadableFile if the list of prompts is damaged."""
+    """Return the prompts that have images, in order. Raises UnreadableFileError if the list of prompts is damaged."""
     try:
         return read_json(run_dir / SAMPLES / INDEX, list[str])
     except FileNotFoundError:

@@ -35,7 +35,7 @@ class RunResult:
     state: str
 
 
-def read_outcomes(folder: Path) -> list[RunResult]:
+def read_run_results(folder: Path) -> list[RunResult]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no sweep record."""
     outcomes = [_read_result(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not outcomes:
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="zerolora sweep --table", description="Show the results of a sweep, best first.")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
-    runs = read_outcomes(arguments.folder)
+    runs = read_run_results(arguments.folder)
     show(Console(soft_wrap=True), runs)
     if any(run.loss is not None for run in runs):
         print(write_page(runs, arguments.folder / PAGE))

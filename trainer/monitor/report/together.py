@@ -10,12 +10,18 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.contract.output_files import check_output_file
-from trainer.contract.whole_files import write_whole
+from trainer.contract.whole_files import write_text_atomic
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import Chart, build_charts, render_chart, render_template
 from trainer.monitor.report.curves import HeldOutLosses, detect_batch_unit
 from trainer.monitor.report.recorded import flatten, format_value, read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, TEMPLATE, compute_median_rate, metric_values, sum_training_seconds
+from trainer.monitor.report.write import (
+    ANSWERS,
+    TEMPLATE,
+    compute_median_rate,
+    extract_metric_values,
+    sum_training_seconds,
+)
 
 PAGE = "runs.html"
 MAX_RUNS = 8
@@ -52,13 +58,13 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
         setting_heads=("setting", *(run.name for run in runs)),
         differences=_list_differences(runs),
     )
-    write_whole(page, text)
+    write_text_atomic(page, text)
     return page
 
 
 def _sort_key(run: RunData) -> tuple[bool, float]:
     """Return the sort key of a run: held-out loss after training; runs without it come last, by training loss."""
-    held_out, losses = HeldOutLosses.from_records(run.records), metric_values(run.records, "train/loss")
+    held_out, losses = HeldOutLosses.from_records(run.records), extract_metric_values(run.records, "train/loss")
     return held_out is None, held_out.after if held_out else _compute_final_loss(losses) if losses else math.inf
 
 
@@ -99,9 +105,9 @@ def overlay_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _build_result_row(run: RunData) -> list[str]:
-    held_out, losses = HeldOutLosses.from_records(run.records), metric_values(run.records, "train/loss")
+    held_out, losses = HeldOutLosses.from_records(run.records), extract_metric_values(run.records, "train/loss")
     rate, unit = compute_median_rate(run.records), detect_batch_unit(run.records)
-    memory = metric_values(run.records, "memory/peak_gib")
+    memory = extract_metric_values(run.records, "memory/peak_gib")
     return [
         run.name,
         f"{max(record['step'] or 0 for record in run.records):,.0f}",

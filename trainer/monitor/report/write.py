@@ -18,7 +18,7 @@ from trainer.config.errors import format_count
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.output_files import check_output_file
 from trainer.contract.restart_record import read_restarts
-from trainer.contract.whole_files import write_json, write_whole
+from trainer.contract.whole_files import write_json, write_text_atomic
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import build_charts, render_chart, render_template
 from trainer.monitor.report.curves import HeldOutLosses, detect_batch_unit, extract_scores, extract_series
@@ -84,7 +84,7 @@ def write_report(run_dir: Path) -> Path:
         times=_combine_short_phases(read_times(run_dir)),
         files=[name for name in FILES if (run_dir / name).exists()],
     )
-    write_whole(run_dir / PAGE, page)
+    write_text_atomic(run_dir / PAGE, page)
     return run_dir / PAGE
 
 
@@ -142,7 +142,7 @@ def _combine_short_phases(times: Mapping[str, float]) -> list[tuple[str, float, 
     return [(name, seconds, seconds / total) for name, seconds in combined]
 
 
-def metric_values(records: list[Record], name: str) -> list[float]:
+def extract_metric_values(records: list[Record], name: str) -> list[float]:
     """Return the finite values of a metric in step order, using the last record of each step."""
     by_step = {record["step"] or 0: record[name] for record in records if name in record}
     return [value for _, value in sorted(by_step.items()) if value is not None]
@@ -166,7 +166,7 @@ def sum_training_seconds(records: list[Record]) -> float:
 def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, value, note) for the most important numbers: losses, throughput, memory and time."""
     tiles = []
-    held_out, losses = HeldOutLosses.from_records(records), metric_values(records, "train/loss")
+    held_out, losses = HeldOutLosses.from_records(records), extract_metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
     # A single batch's loss depends more on its text than on training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
@@ -183,7 +183,7 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
         ranks, digits = run.get("world_size", 1), unit.digits
         note_rate = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
         tiles.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", note_rate))
-    memory = metric_values(records, "memory/peak_gib")
+    memory = extract_metric_values(records, "memory/peak_gib")
     if memory:
         tiles.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
@@ -204,7 +204,7 @@ def build_summary_tables(
         "rate": compute_median_rate(records),
         "steps": max(record["step"] or 0 for record in records),
         "skipped": [name for name in names if name.startswith("data/skipped/")],
-        "of": partial(metric_values, records),
+        "of": partial(extract_metric_values, records),
         "shorten_cache_path": shorten_cache_path,
         "data_names": _format_data_names,
         "quote": shlex.join,
@@ -237,7 +237,7 @@ def _format_data_names(data: Mapping[str, Any]) -> str:
 
 def compute_median_rate(records: list[Record]) -> float | None:
     """Return a rank's median tokens or images per second, which the slow first step does not affect."""
-    rates = metric_values(records, detect_batch_unit(records).rate)
+    rates = extract_metric_values(records, detect_batch_unit(records).rate)
     return statistics.median(rates) if rates else None
 
 

@@ -35,7 +35,7 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
-class NotCapturable(RuntimeError):
+class CaptureError(RuntimeError):
     """Raised if a pass cannot be captured; no state has changed."""
 
 
@@ -93,7 +93,7 @@ class GraphCapturer:
     def capture(self, compute: Callable[[], Tensor], *, must_be_faster: bool) -> CapturedPass:
         """Capture `compute` and its backward pass, after a few warm-up runs.
 
-        `compute` depends only on the flat adapter and on static inputs, and returns fp32. Raises NotCapturable
+        `compute` depends only on the flat adapter and on static inputs, and returns fp32. Raises CaptureError
         if it synchronizes with the device, or if a replay computes different results or, with `must_be_faster`, is
         not faster. CUDA and out-of-memory errors are not caught.
         """
@@ -118,12 +118,12 @@ class GraphCapturer:
         return captured
 
     def check_free_memory(self) -> None:
-        """Raise NotCapturable if less memory is free for an eager pass than the graphs hold."""
+        """Raise CaptureError if less memory is free for an eager pass than the graphs hold."""
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) - self._reserved
         if free < self._reserved:
             held, left = self._reserved / 2**20, free / 2**20
-            raise NotCapturable(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are free for eager passes")
+            raise CaptureError(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are free for eager passes")
 
     def _free_cache(self) -> None:
         """Empty the cache; before the first capture also free the workspaces, so that the pool gets its own."""
@@ -142,7 +142,7 @@ class GraphCapturer:
                 self._run_forward_backward(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if locations:
-            raise NotCapturable(f"the forward or backward pass synchronizes with the device ({locations[0]})")
+            raise CaptureError(f"the forward or backward pass synchronizes with the device ({locations[0]})")
 
     def _run_eagerly(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor], float]:
         with torch.cuda.stream(self._stream):
@@ -186,7 +186,7 @@ class GraphCapturer:
         allowed = TOLERANCES.get(gradients[0].dtype, 2e-2)
         for actual, expected in zip(replayed, [value, *gradients], strict=True):
             if not (error := _compute_relative_error(actual, expected)) <= allowed:
-                raise NotCapturable(f"the replay is off by {error:.2g} (allowed {allowed})")
+                raise CaptureError(f"the replay is off by {error:.2g} (allowed {allowed})")
         del replayed, actual
         started = time.perf_counter()
         captured.replay_forward()
@@ -194,7 +194,7 @@ class GraphCapturer:
         torch.cuda.synchronize(self._device)
         captured.launched_s, captured.replayed_s = seconds, (replay_s := time.perf_counter() - started)
         if must_be_faster and replay_s > MAX_TIME_FRACTION * seconds:
-            raise NotCapturable(f"it is not faster: {replay_s * 1e3:.1f} ms replayed, {seconds * 1e3:.1f} ms eager")
+            raise CaptureError(f"it is not faster: {replay_s * 1e3:.1f} ms replayed, {seconds * 1e3:.1f} ms eager")
 
     @contextmanager
     def _restore_after_failure(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from trainer.contract.known_versions import replaced, replaces, require
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
 from trainer.parallel.engine.layer_gather.shards import find_layer_shards
 from trainer.parallel.engine.layer_gather.unit import Waiting
-from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
+from trainer.parallel.engine.partitioned import get_full_size, require_own_values_kept, require_partitioned
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import StragglerWatch
@@ -147,7 +147,7 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed allocates full buckets, so limit them to the size of all gradients.
-    elements = sum(map(whole_size, trainable))
+    elements = sum(map(get_full_size, trainable))
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
     if find_layer_shards(model) is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import OPTIMIZERS, engine_zero
+from trainer.config import OPTIMIZERS, resolve_engine_zero
 from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.adapter_choice import AdapterChoice, find_choice
 
@@ -294,7 +294,7 @@ def find_flat_problem(config: Any) -> str | None:
         return "ops.flat: false"
     if OPTIMIZERS[config.training.optimizer].needs_matrices:
         return f"training.optimizer={config.training.optimizer} needs separate matrices"
-    if engine_zero(config).stage == 3:
+    if resolve_engine_zero(config).stage == 3:
         return "DeepSpeed's stage 3 partitions every parameter separately"
     if config.training.torch_compile:
         return "torch.compile traces each layer's own weights"

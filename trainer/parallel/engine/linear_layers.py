@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.contract.known_versions import require
-from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.partitioned import get_full_shape
 
 
 def find_base_model(model: Any) -> Any:
@@ -27,12 +27,12 @@ def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own parameters that hold one matrix per expert; they may be packed or partitioned."""
     if "expert" not in type(module).__name__.lower():
         return {}
-    return {name: w for name, w in module.named_parameters(recurse=False) if len(model_shape(w)) == 3}
+    return {name: w for name, w in module.named_parameters(recurse=False) if len(get_logical_shape(w)) == 3}
 
 
 def is_transposed(experts: nn.Module) -> bool:
     """Return whether experts compute x W instead of x W^T: gate and up [E, H, 2 I], down [E, I, H]."""
-    shapes = {name: model_shape(weight) for name, weight in find_expert_weights(experts).items()}
+    shapes = {name: get_logical_shape(weight) for name, weight in find_expert_weights(experts).items()}
     if not {"gate_up_proj", "down_proj"} <= shapes.keys():
         return bool(getattr(experts, "is_transposed", False))
     gate_up, down = shapes["gate_up_proj"], shapes["down_proj"]
@@ -54,10 +54,10 @@ def get_packed_experts_layout(parameter: nn.Parameter) -> Any | None:
     return getattr(parameter, "packing", None)
 
 
-def model_shape(parameter: nn.Parameter) -> torch.Size:
+def get_logical_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of a parameter before packing and partitioning."""
     packed = get_packed_state(parameter) or get_packed_experts_layout(parameter)
-    return whole_shape(parameter) if packed is None else torch.Size(packed.shape)
+    return get_full_shape(parameter) if packed is None else torch.Size(packed.shape)
 
 
 # Errors of subclasses in transformers, PEFT, bitsandbytes and DeepSpeed that need other arguments, packed weights,

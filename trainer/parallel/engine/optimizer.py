@@ -11,7 +11,7 @@ from trainer.config import OPTIMIZERS, LoraSection, TrainingSection, UserError
 from trainer.contract.known_versions import require
 from trainer.data.step_count import warmup_steps
 from trainer.parallel.engine.flat_adapter import FLAT, UP
-from trainer.parallel.engine.partitioned import whole_shape
+from trainer.parallel.engine.partitioned import get_full_shape
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import wait_for_device
 
@@ -41,7 +41,7 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # Under ZeRO-3 a partitioned parameter is flat, and DeepSpeed stores its shape. A flat adapter has matrices.
-            dimensions = 2 if name.startswith(FLAT) else len(whole_shape(parameter))
+            dimensions = 2 if name.startswith(FLAT) else len(get_full_shape(parameter))
             if kind.needs_matrices and dimensions != 2:
                 problem = f"trains only matrices, and {name} has {dimensions} dimensions"
                 raise UserError(f"training.optimizer={training.optimizer}: {problem}; use adamw")

@@ -19,7 +19,7 @@ from trainer.config.training_sections import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, list_trained_parameters
 from trainer.parallel.engine.optimizer import AVERAGE_STATE, AVERAGES
-from trainer.parallel.engine.partitioned import whole_shape, whole_size
+from trainer.parallel.engine.partitioned import get_full_shape, get_full_size
 from trainer.parallel.engine.protocol import Engine
 
 Named = tuple[str, torch.nn.Parameter]
@@ -106,7 +106,7 @@ class EngineState:
         }
         shards = self._list_positions()
         names = {name for name, *_ in shards}
-        shapes = {name: list(whole_shape(parameter)) for name, parameter in self._trained if name in names}
+        shapes = {name: list(get_full_shape(parameter)) for name, parameter in self._trained if name in names}
         return Pieces(tensors, shards, shapes)
 
     def _list_positions(self) -> list[list[Any]]:
@@ -120,8 +120,8 @@ class EngineState:
             saved = state.get(f"master/{name}")
             if saved is None:
                 return f"it has no {name}"
-            if saved.shape != whole_shape(parameter):
-                return f"its {name} has shape {list(saved.shape)}, not {list(whole_shape(parameter))}"
+            if saved.shape != get_full_shape(parameter):
+                return f"its {name} has shape {list(saved.shape)}, not {list(get_full_shape(parameter))}"
             if missing := [key for key in self._kind.state if f"{key}/{name}" not in state]:
                 return f"its optimizer kept no {missing[0]}, which training.optimizer needs"
         more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
@@ -290,9 +290,9 @@ def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     elif stage == 3:
         for name, parameter in trained:
             group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            param_start = min(length * engine.global_rank, whole_size(parameter))
+            param_start = min(length * engine.global_rank, get_full_size(parameter))
             # The last rank's partition is padded.
-            length = min(length, whole_size(parameter) - param_start)
+            length = min(length, get_full_size(parameter) - param_start)
             yield Shard(name, optimizer.fp32_partitioned_groups_flat[group], start, param_start, length)
     else:
         for name, parameter in trained:

@@ -18,12 +18,12 @@ def is_partitioned(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
+def get_full_shape(parameter: Tensor) -> torch.Size:
     return torch.Size(require(parameter, "ds_shape", "deepspeed")) if is_partitioned(parameter) else parameter.shape
 
 
-def whole_size(parameter: Tensor) -> int:
-    return whole_shape(parameter).numel()
+def get_full_size(parameter: Tensor) -> int:
+    return get_full_shape(parameter).numel()
 
 
 def is_whole_here(parameter: Tensor) -> bool:

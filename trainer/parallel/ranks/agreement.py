@@ -24,8 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from trainer.config import UserError
 from trainer.contract.folder_lock import can_see_lock
 from trainer.contract.home import CHECKOUT
-from trainer.contract.known_versions import installed_version, package_versions
-from trainer.contract.rendezvous import host_name
+from trainer.contract.known_versions import installed_version, read_package_versions
+from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks, explain_taken_port, set_rendezvous_variables
 from trainer.parallel.ranks.progress import WAITING_PHASE, phase
 
@@ -66,7 +66,7 @@ class World:
     hosts: int = 1
 
 
-def meet(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, token: str = "") -> World:
+def check_ranks_agree(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, token: str = "") -> World:
     """Compare all ranks; every rank must call it before the process group is formed.
 
     `settings` is the configuration as JSON. `token` identifies rank 0's lock in `run_dir`, which every rank must
@@ -131,11 +131,11 @@ def build_report(ranks: Ranks, settings: str) -> Report:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(ranks.device())
         device, device_id = f"cuda {properties.name}", str(properties.uuid)
-    values = {"python": platform.python_version()} | package_versions()
+    values = {"python": platform.python_version()} | read_package_versions()
     values["cuda"] = str(torch.version.cuda)
     values["code"] = compute_code_version()
     values["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    return Report(ranks.rank, host_name(), device, device_id, values)
+    return Report(ranks.rank, get_host_name(), device, device_id, values)
 
 
 @cache

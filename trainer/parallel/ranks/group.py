@@ -24,11 +24,11 @@ from trainer.contract.rendezvous import (
     OPEN_MPI,
     PMI,
     SRUN,
-    free_port,
-    host_name,
-    port_taken_message,
+    find_free_port,
+    format_port_error,
+    get_host_name,
     read_rank_variables,
-    srun_rendezvous,
+    read_srun_rendezvous,
 )
 from trainer.parallel.ranks.progress import phase
 
@@ -60,8 +60,8 @@ class Ranks:
             raise UserError(str(error)) from None
         if expected not in (None, world_size):
             raise UserError(
-                f"{expected} ranks were requested, but the environment of this rank on {host_name()} says rank {rank} "
-                f"of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
+                f"{expected} ranks were requested, but the environment of this rank on {get_host_name()} says "
+                f"rank {rank} of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
 
@@ -86,7 +86,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             raise UserError(
-                f"rank {ranks.rank} has local rank {ranks.local_rank} on {host_name()}, but sees only "
+                f"rank {ranks.rank} has local rank {ranks.local_rank} on {get_host_name()}, but sees only "
                 f"{torch.cuda.device_count()} GPUs; start one rank per GPU"
             )
         torch.cuda.set_device(device)
@@ -121,7 +121,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
     """Return a UserError about --master-port if the port is taken (only rank 0 sees this), otherwise `error`."""
     if "EADDRINUSE" not in str(error):
         return error
-    return UserError(port_taken_message(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
+    return UserError(format_port_error(int(os.environ["MASTER_PORT"]), "Address already in use", get_host_name()))
 
 
 @replaces("the timeouts of DeepSpeed's process groups")
@@ -142,11 +142,11 @@ def set_rendezvous_variables(ranks: Ranks) -> None:
     os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size), "LOCAL_RANK": str(ranks.local_rank)}
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
-    address, port = "127.0.0.1", 29500 if ranks.world_size > 1 else free_port()
+    address, port = "127.0.0.1", 29500 if ranks.world_size > 1 else find_free_port()
     if ranks.world_size > 1 and family in (OPEN_MPI, PMI):
         _discover_through_mpi(ranks)
     elif ranks.world_size > 1 and family == SRUN:
-        address, port = srun_rendezvous(os.environ)
+        address, port = read_srun_rendezvous(os.environ)
     os.environ.setdefault("MASTER_ADDR", address)
     os.environ.setdefault("MASTER_PORT", str(port))
 
@@ -162,7 +162,7 @@ def _discover_through_mpi(ranks: Ranks) -> None:
         ) from None
     from deepspeed.comm.comm import mpi_discovery
 
-    port = MPI.COMM_WORLD.bcast(free_port() if ranks.is_main else None)
+    port = MPI.COMM_WORLD.bcast(find_free_port() if ranks.is_main else None)
     mpi_discovery(distributed_port=port, verbose=False)
 
 
@@ -177,7 +177,7 @@ def leave_process_group(*, together: bool = False) -> None:
         dist.destroy_process_group()
 
 
-def end_process(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """Exit like Python, but without running library destructors, in which gloo threads sometimes abort.
 
     Under MPI the destructors run, because MPI must be finalized.
@@ -261,7 +261,7 @@ def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
     return [ordered[start : start + within] for start in range(0, len(ordered), within)]
 
 
-def form_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
+def create_shard_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
     """Create the process groups and return this rank's group, or None if there is only one; a collective call."""
     groups = list_groups(within, hosts)
     if len(groups) == 1:

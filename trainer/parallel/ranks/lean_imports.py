@@ -83,7 +83,7 @@ def _patch_availability_check(checked: str, package: str) -> AbstractContextMana
 @replaces("`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported")
 @replaces("`is_torchao_available` while the torchao modules of transformers, PEFT and diffusers are imported")
 @replaces("`is_scipy_available` while transformers' object detection losses are imported")
-def import_lean() -> None:
+def hook_imports() -> None:
     """Install the import hook; modules that are already imported are unaffected."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

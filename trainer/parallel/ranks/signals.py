@@ -36,7 +36,7 @@ class StopRequest:
         """Exit code: 75 after SIGUSR1, otherwise 128 + signal, as a shell reports it."""
         return exit_code_after(self.signal_number)
 
-    def agree(self) -> None:
+    def agree_on_signal(self) -> None:
         """Agree on the most urgent signal of all ranks; every rank must call it after the loop and its last checkpoint.
 
         A signal reaches the ranks at different moments, or only one of them. Otherwise some would exit while others

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks, gather_objects
 
 WINDOW = 50
@@ -36,10 +36,10 @@ class StragglerWatch:
         self._seconds = 0.0
         self._is_own = False
         self._slow_in_a_row = [0] * ranks.world_size
-        self._hosts = gather_objects(host_name())
+        self._hosts = gather_objects(get_host_name())
 
     @contextmanager
-    def own_time(self, *, on_device: bool = True) -> Iterator[None]:
+    def time_own_work(self, *, on_device: bool = True) -> Iterator[None]:
         """Add the block's duration to this rank's own time; set `on_device` if a GPU does the work."""
         self._is_own = True
         try:
@@ -50,7 +50,7 @@ class StragglerWatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Subtract the block, a wait for other ranks, from this rank's own time; only within `own_time`."""
+        """Subtract the block, a wait for other ranks, from this rank's own time; only within `time_own_work`."""
         with self._time_block(-1.0) if self._is_own else nullcontext():
             yield
 

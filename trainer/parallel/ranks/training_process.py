@@ -11,7 +11,7 @@ from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import CHECKOUT
 from trainer.contract.launcher_process import LauncherWatch
 from trainer.contract.standard_streams import open_closed_descriptors
-from trainer.parallel.ranks.lean_imports import import_lean
+from trainer.parallel.ranks.lean_imports import hook_imports
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch's new and old name for the variable; a value set by the user is kept."""
@@ -46,4 +46,4 @@ def begin() -> None:
     redirect_bytecode()
     # bitsandbytes, imported on a CPU with bf16 instructions, recommends a package that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    import_lean()
+    hook_imports()

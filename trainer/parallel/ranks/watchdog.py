@@ -27,7 +27,7 @@ from trainer.config.training_sections import FIRST_STEP_FACTOR
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, STACK_MARK, Hang, Heartbeat, HeartbeatFolder
 from trainer.contract.launcher_process import read_stat
-from trainer.contract.rendezvous import host_name
+from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (
     WorkDetector,
@@ -108,7 +108,7 @@ class Watchdog:
         self.all_write = False
         """Whether every rank writes heartbeats from its start: a rank without a heartbeat has not started."""
         PROGRESS.write_step = self._write_step
-        self._host = host_name()
+        self._host = get_host_name()
         self._work = WorkDetector()
         self._worked_at = time.monotonic()
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
@@ -309,7 +309,7 @@ def _describe_position(beat: Heartbeat) -> str:
 def _explain_silence(beat: Heartbeat) -> str:
     if beat.exit_code is not None:
         return f"it has exited with code {beat.exit_code}"
-    if beat.host == host_name():
+    if beat.host == get_host_name():
         if (fields := read_stat(beat.pid)) is None:
             return "the process has exited"
         state = fields[0]

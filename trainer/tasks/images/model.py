@@ -61,7 +61,7 @@ class ImageModel(nn.Module):
         """Return the prediction [B, C, H, W] for noisy latents at the scheduler's timesteps [B]."""
         return self.family.predict(self.denoiser, noisy, times, conditions)
 
-    def usual_targets(self) -> list[str]:
+    def list_default_targets(self) -> list[str]:
         """Return the paths of all linear layers in transformer blocks, except in adaptive norms."""
         return [
             path
@@ -72,7 +72,7 @@ class ImageModel(nn.Module):
             and not path.removeprefix(f"{block}.").startswith("norm")
         ]
 
-    def gathered_blocks(self) -> list[str]:
+    def list_shard_blocks(self) -> list[str]:
         """Return the paths of the shard units at stage 3: transformer blocks and residual convolution blocks."""
         blocks = list_transformer_blocks(self)
         residual = [path for path, module in self.named_modules() if type(module).__name__ == "ResnetBlock2D"]

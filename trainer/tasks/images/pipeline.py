@@ -12,11 +12,11 @@ import xxhash
 from pydantic import Field
 
 from trainer.config import ImageSection, ModelSection, UserError
-from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
+from trainer.config.files import UnreadableFileError, read_json, read_safetensors_header
 from trainer.config.yaml_core import read_yaml
 from trainer.data.built_folder import load_or_build
 from trainer.data.sources import disable_retries_without_network
-from trainer.model.model_source import build_load_error, cached_file, check_source
+from trainer.model.model_source import build_load_error, check_source, find_cached_file
 from trainer.model.published_shapes import is_random, parse_name
 from trainer.tasks.images.families import FAMILIES, Family, find_family
 
@@ -59,7 +59,7 @@ def is_pipeline(name: str, section: ModelSection) -> bool:
     """Return whether a model is an image pipeline, judging by local files only."""
     if find_published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
         return True
-    return not Path(name).exists() and cached_file(name, INDEX, section.revision) is not None
+    return not Path(name).exists() and find_cached_file(name, INDEX, section.revision) is not None
 
 
 @dataclass(frozen=True)
@@ -320,5 +320,5 @@ def _read_json(file: Path, prefix: str, schema: Any = dict[str, Any]) -> Any:
         return read_json(file, schema)
     except FileNotFoundError:
         raise UserError(f"{prefix}: {name} is missing; copy the complete pipeline") from None
-    except UnreadableFile as error:
+    except UnreadableFileError as error:
         raise UserError(f"{prefix}: {name} {error.problem}; copy it again") from None

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import format_count
 from trainer.config.files import read_bytes, read_text
-from trainer.data.image_parts import damaged_image_error, decode_image, refuse_high_depth
+from trainer.data.image_parts import build_damaged_image_error, decode_image, reject_high_depth
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row, read_raw_records
 
@@ -156,7 +156,7 @@ def _build_source_image(name: str, caption: str | None, source: Any) -> SourceIm
         data = _read_image_bytes(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            refuse_high_depth(image, name)
+            reject_high_depth(image, name)
             if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # rotated by 90 degrees
                 width, height = height, width
             applies = {
@@ -165,7 +165,7 @@ def _build_source_image(name: str, caption: str | None, source: Any) -> SourceIm
                 OTHER_COLORS: image.mode in ("CMYK", "LAB"),
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise damaged_image_error(name, error) from None
+        raise build_damaged_image_error(name, error) from None
     assert caption is not None, f"{name}: an image without caption was not rejected"
     changes = tuple(change for change, is_made in applies.items() if is_made)
     return SourceImage(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)

@@ -12,8 +12,8 @@ from trainer.contract.known_versions import require
 from trainer.data.prepared import Prepared
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.charts import render_template
-from trainer.monitor.report.model_card import MARKER, is_on_hub, public_name, python_path
-from trainer.monitor.report.write import metric_values
+from trainer.monitor.report.model_card import MARKER, format_python_path, get_public_name, is_on_hub
+from trainer.monitor.report.write import extract_metric_values
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
@@ -129,20 +129,20 @@ class ImageTask(Task):
 
 
 def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], name: str) -> str:
-    base = public_name(config.base_model)
+    base = get_public_name(config.base_model)
     sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
     front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
     front |= {"base_model": base} if is_on_hub(base) else {}
     front["tags"] = ["lora", "diffusers", "text-to-image", "zerolora"]
     rows = [
-        ("data", ", ".join(map(public_name, sources))),
+        ("data", ", ".join(map(get_public_name, sources))),
         ("resolution", f"{config.image.resolution}, {'buckets' if config.image.buckets else 'squares'}"),
         ("adapter", f"{config.adapter}, r={config.lora.r}, alpha={config.lora.alpha:g}"),
         ("steps", f"{max((record['step'] or 0 for record in records), default=0):,.0f}"),
         ("learning rate", f"{config.training.learning_rate:g}, {config.training.lr_scheduler}"),
         ("seed", str(config.seed)),
     ]
-    if len(losses := metric_values(records, "eval/loss")) > 1:
+    if len(losses := extract_metric_values(records, "eval/loss")) > 1:
         rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
     uploaded = not Path(name).is_absolute()
     single = find_single_file(config.base_model, config.model)
@@ -155,9 +155,9 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
         prompts=list(config.logging.sample_prompts),
         family=pipeline.family,
         single=single,
-        origin=python_path(single[0], is_uploaded=uploaded) if single else "",
-        adapter=f'"{name}"' if uploaded else python_path(name),
-        base_path=python_path(config.base_model, is_uploaded=uploaded),
+        origin=format_python_path(single[0], is_uploaded=uploaded) if single else "",
+        adapter=f'"{name}"' if uploaded else format_python_path(name),
+        base_path=format_python_path(config.base_model, is_uploaded=uploaded),
         file=DIFFUSERS,
         rows=rows,
     )

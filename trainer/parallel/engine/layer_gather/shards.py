@@ -41,14 +41,14 @@ class UnitPlan:
 def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
     """Return a unit for every block of the outermost module lists, and for every module with large weights elsewhere.
 
-    A model may list its blocks itself (`gathered_blocks`). Not sharded: modules with a name that ends in one of
+    A model may list its blocks itself (`list_shard_blocks`). Not sharded: modules with a name that ends in one of
     `keep_whole`, the embeddings with `keep_embeddings`, weights shared with these or between blocks, and small weights
     outside of blocks. A weight with two names (a tied head) belongs to its first module.
     """
     modules = dict(model.named_modules())
     excluded = _find_excluded(model, keep_whole, keep_embeddings)
-    if hasattr(model, "gathered_blocks"):
-        return _plan_blocks(modules, model.gathered_blocks(), excluded)
+    if hasattr(model, "list_shard_blocks"):
+        return _plan_blocks(modules, model.list_shard_blocks(), excluded)
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
     outermost = [path for path in lists if not path.startswith(tuple(f"{other}." for other in lists))]
     return _plan_blocks(modules, [path for path in modules if path.rpartition(".")[0] in outermost], excluded)
