@@ -60,8 +60,8 @@ class Ranks:
             raise UserError(str(error)) from None
         if expected not in (None, world_size):
             raise UserError(
-                f"{expected} ranks were requested, but the environment of this rank on {get_host_name()} says "
-                f"rank {rank} of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
+                f"{expected} ranks were requested, but the environment of this rank on {get_host_name()} says rank "
+                f"{rank} of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
 
