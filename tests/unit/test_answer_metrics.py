@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_architectures import SMALL
+from tests.lm_eval_tasks import write_tasks
+from tests.mixtures import EXPERTS, FUSED
 from tests.runs_in_process import make_ground, train
 from trainer.config import UserError, load_config
 from trainer.config.evaluation_section import EvaluationSection
@@ -144,6 +147,15 @@ def length(prompt, answer, expected):
     return -len(answer)
 """
 
+RECORD = """
+import json
+
+def record(prompt, answer, expected):
+    with open("answers.jsonl", "a") as file:
+        file.write(json.dumps([prompt, answer]) + "\\n")
+    return len(answer)
+"""
+
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -221,3 +233,32 @@ def test_resuming_with_another_metric_restarts_the_search_for_the_best(ground: P
     assert "note: training.best_metric is now rouge_l; the search for the best checkpoint starts over" in shown
     state = json.loads((ground / "again" / "checkpoint-3" / "state.json").read_text())
     assert state["best_metric"] == "rouge_l" and state["best_loss"] <= 0.0
+
+
+def test_the_attention_of_packs_does_not_read_the_padding_of_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss has our attention also on a CPU; its scores do not depend on the rows of a batch."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_ground(tmp_path)
+    settings = SMALL | EXPERTS | FUSED["gpt_oss"] | {"num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **settings)).save_pretrained(tmp_path / "model")
+    (tmp_path / "answers.py").write_text(RECORD)
+    monkeypatch.chdir(tmp_path)
+    for size in (1, 4):
+        train(
+            tmp_path,
+            output_dir=str(tmp_path / str(size)),
+            dataset__evaluation={"path": "held_out.jsonl"},
+            dataset__packing=True,
+            evaluation__metrics=["answers.py:record"],
+            evaluation__tasks=write_tasks(tmp_path)[1:2],
+            evaluation__max_new_tokens=6,
+            training__max_steps=1,
+            training__eval_batch_size=size,
+        )
+    texts = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(set(map(tuple, texts))) > 6 and texts[: len(texts) // 2] == texts[len(texts) // 2 :]
+    scores = [[r["eval/write/chrf"] for r in read_metrics(tmp_path / size) if "eval/write/chrf" in r] for size in "14"]
+    assert scores[0] == scores[1] and scores[0]

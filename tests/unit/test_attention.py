@@ -26,6 +26,7 @@ from trainer.patches.packed_attention import (
     choose_attention,
     copy_heads_without_flash,
     install_sdpa_with_own_heads,
+    mask_padding,
     sdpa_with_own_heads,
     set_varlen,
     varlen_attention,
@@ -65,6 +66,19 @@ def generated(model: Any, prompt: int, *, cached: bool) -> Any:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, use_cache=cached,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_padded_batch_generates_what_each_row_does(folder: Path, window: int | None) -> None:
+    model, options = load(folder, window, VARLEN), {"max_new_tokens": 8, "do_sample": False}
+    rows = [torch.randint(1, 64, (length,)) for length in (3, 9, 20)]
+    alone = [model.generate(row[None], attention_mask=torch.ones_like(row[None]), **options)[0, -8:] for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    with mask_padding(model):
+        assert model.config._attn_implementation == "sdpa"
+        batch = model.generate(ids, attention_mask=(ids != 0).long(), **options)[:, -8:]
+    assert model.config._attn_implementation == VARLEN
+    assert torch.equal(batch, torch.stack(alone))
 
 
 @pytest.mark.parametrize("cached", [True, False])

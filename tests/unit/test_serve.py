@@ -63,8 +63,12 @@ def test_each_server_gets_its_export_once(
     assert f"{adapter}: is older than the adapter; delete it" in capsys.readouterr().err
 
 
-def test_a_missing_server_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     for words, line in (
+        ([], f"--server auto: vllm and sglang not found by {sys.executable}; `pip install vllm` in a separate envir"),
         (["--server", "vllm"], "--server vllm: vllm not found by"),
         (["--server", "llama.cpp"], "--server llama.cpp: llama-server is not on PATH; install llama.cpp"),
         (["--python", "/no/such"], "--python /no/such: cannot be started"),

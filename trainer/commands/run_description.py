@@ -32,7 +32,7 @@ def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]
     else:
         trained, adapter_lines = _describe_adapter(config, model)
         lines += adapter_lines
-    lines += [f"note: {note}" for note in prepared.notes]
+    lines += [note if note.startswith("warning: ") else f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks)
     if trained is not None and samples is not None:

@@ -49,9 +49,10 @@ def find_server(requested: str, python: str) -> Server:
     if requested == "llama.cpp":
         raise UserError(f"--server llama.cpp: {PROGRAM} is not on PATH; install llama.cpp, or use another server")
     names, package = ("vllm and sglang", "vllm") if requested == "auto" else (requested, requested)
+    other = f", or put {PROGRAM} (llama.cpp) on PATH" if requested == "auto" else ""
     raise UserError(
         f"--server {requested}: {names} not found by {python}; `pip install {package}` in a separate environment, and "
-        "pass its Python with --python"
+        f"pass its Python with --python{other}"
     )
 
 

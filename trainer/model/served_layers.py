@@ -51,7 +51,7 @@ def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: S
         "the weights trained by vision.train": lora.image_parts != "none",
         "model.added_tokens": added_tokens,
     }
-    warnings = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]
+    warnings = [f"export.target={target}: {server} does not apply {name};" for name, value in settings.items() if value]
     if lora.adapter_path is None:
         layers = [*find_layers_to_adapt(model, lora)]
         layers += [path.removesuffix(".weight") for path in find_other_parameters(model, lora)]
@@ -59,7 +59,7 @@ def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: S
         if target == "llama.cpp" and lora.experts and find_expert_modules(model):
             names = ["experts"]
         warnings += [
-            f"export.target={target}: {server} does not apply adapters of {name}; {describe_exclusion(name)}"
+            f"export.target={target}: {server} does not apply adapters of {name}; {describe_exclusion(name)}, or"
             for name in names
         ]
-    return [f"{warning}; or serve the merged model (zerolora export --format hf)" for warning in warnings]
+    return [f"{warning} serve the merged model (zerolora export --format hf)" for warning in warnings]

@@ -8,13 +8,15 @@ query head, because torch would fall back to matmuls that keep L x L probabiliti
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.config import ModelSection, UserError
-from trainer.contract.known_versions import replaces, require
+from trainer.contract.known_versions import replaced, replaces, require
 from trainer.data.batches import SequencePart
 from trainer.model.model_kind import supports_sdpa
 from trainer.model.targets import find_non_text_modules
@@ -161,6 +163,23 @@ def disable_varlen(model: Any) -> None:
     base = find_base_model(model)
     if base.config._attn_implementation == VARLEN:
         base.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def mask_padding(model: Any) -> Iterator[None]:
+    """Use transformers' attention within the block, so that generation masks the padding of a batch.
+
+    transformers builds no mask for VARLEN, which would attend to padding.
+    """
+    base = find_base_model(model)
+    attention = "sdpa" if supports_sdpa(base) else "eager"
+    configs = {id(config): config for module in base.modules() if (config := getattr(module, "config", None))}
+    with ExitStack() as stack:
+        for config in configs.values():
+            if getattr(config, "_attn_implementation", None) == VARLEN:
+                # The public setter would also change the attention of vision towers.
+                stack.enter_context(replaced(config, "_attn_implementation_internal", attention, "transformers"))
+        yield
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -347,7 +366,7 @@ def _attend_batched(
 def _build_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Build the mask [1, 1, queries, keys] of one document; return None if sdpa's `is_causal` is equivalent.
 
-    Documents have no padding, as generation never batches rows of different lengths.
+    Documents have no padding; `mask_padding` generates batches of rows of different lengths.
     """
     if (window is None or keys <= window) and queries in (1, keys):
         return None

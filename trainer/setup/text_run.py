@@ -146,12 +146,12 @@ def read_model_files(config: RunConfig) -> Prepared:
     check_experts_per_token(config.base_model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
-        notes += list_bias_warnings(empty, config.lora.adapter_path)
+        warnings = list_bias_warnings(empty, config.lora.adapter_path)
+        warnings += list_serving_warnings(config.export.target, config.lora, config.model.added_tokens, empty)
+        notes += [f"warning: {warning}" for warning in warnings]
         check_added_tokens(empty, config.lora, tokenizer.convert_tokens_to_ids(list(config.model.added_tokens)))
     if config.training.qat:
         check_integer_targets(empty, config.lora, config.training.qat)
-    if config.adapter != "none":
-        notes += list_serving_warnings(config.export.target, config.lora, config.model.added_tokens, empty)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":

@@ -36,7 +36,7 @@ from trainer.parallel.ranks.group import Ranks, gather_objects
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.sequence_group import form_sequence_group
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
-from trainer.patches.packed_attention import VARLEN, choose_attention, disable_varlen
+from trainer.patches.packed_attention import VARLEN, choose_attention, disable_varlen, mask_padding
 from trainer.patches.packing_probe import check_causal, check_sequence_parts, separate_documents
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
@@ -196,7 +196,7 @@ class LanguageTask(Task):
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
         if base and self._config.lora.adapter_path is None:  # a new adapter changes nothing
             return self._first_scores
-        with bypass_adapter(engine.module) if base else nullcontext():
+        with mask_padding(engine.module), bypass_adapter(engine.module) if base else nullcontext():
             scores = self._measure_scores(engine)
         self._first_scores = self._first_scores if self._first_scores.values else scores
         return scores
