@@ -58,7 +58,8 @@ def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     flat = index.reshape(-1)
     flat = torch.where((flat < 0) | (flat >= experts), experts, flat)
     order = torch.argsort(flat, stable=True).to(torch.int32)
-    return order, torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0).to(torch.int32)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    return order, counts.cumsum(0).to(torch.int32)
 
 
 def split_gate_up(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
