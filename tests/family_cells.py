@@ -93,15 +93,14 @@ class Family:
             shutil.rmtree(model)
             check_size(kind)
             save_family(model, kind)
-        except Exception as error:  # raised again below, unless the product refuses the kind first
+        except Exception as error:  # raised again below, unless the product refuses the kind or its configuration first
             tiny_config(kind).save_pretrained(model)
             make_tokenizer(model)
             config = load_config(self.ground / "base.yaml").config
             model_config = load_model_config(config.base_model, config.model)
             check_kind("MODEL", model_config)
-            if isinstance(error, ImportError):  # of a package that only such models need
-                build_empty_model(model_config, config.model)
-            raise
+            build_empty_model(model_config, config.model)
+            raise error
 
     def cell(self, name: str) -> Cell:
         """Return what one cell of the table holds."""
