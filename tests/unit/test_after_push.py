@@ -150,7 +150,7 @@ def test_a_dry_run_writes_the_card_lists_the_files_and_needs_no_login(
     size = (run_dir / "adapter_model.safetensors").stat().st_size
     assert f"{size:>14,}  adapter_model.safetensors" in captured.out
     assert MARKER in (run_dir / "README.md").read_text()
-    assert "model is a local model; pass its name" in captured.err
+    assert "model is a local model; pass its Hub ID" in captured.err
 
 
 class Hub(ThreadingHTTPServer):
