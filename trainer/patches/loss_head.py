@@ -37,7 +37,7 @@ from trainer.patches.plain_head import (
     replace_head,
 )
 
-FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
+FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
 """Models that need a fourth row of positions, in addition to their own three, to separate the documents of a pack."""
 
 
