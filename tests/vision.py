@@ -23,17 +23,19 @@ from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
 
 TOWERS = (
-    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|connector|embed_vision)\..*"
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|connector|embed_vision|projector)\..*"
     r"|.*\.feed_forward\.router"
 )
 """What is not the language model, and Llama 4's routers, which have no adapter by default."""
-PROJECTORS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), ("visual.merger",)) | {
+MERGERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v")
+PROJECTORS = dict.fromkeys(MERGERS, ("visual.merger",)) | {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ("visual.merger", "visual.deepstack_merger_list.0")),
     **dict.fromkeys(
         ("gemma3", "mistral3", "internvl", "llama4", "lfm2_vl", "llava", "pixtral"), ("multi_modal_projector",)
     ),
     **dict.fromkeys(("smolvlm", "idefics3"), ("connector",)),
     "gemma4": ("embed_vision",),
+    "paddleocr_vl": ("projector",),
 }
 """What maps image features to embeddings."""
 COLORS = {"red": (220, 20, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "seven": (200, 200, 30)}
@@ -44,6 +46,13 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+GLM = {f"{name}_token_id": f"<|{name}|>" for name in ("image", "video")} | {
+    f"{name}_{end}_token_id": f"<|{word}_of_{name}|>"
+    for name in ("image", "video")
+    for end, word in (("start", "begin"), ("end", "end"))
+}
+BOUNDS = {"<|image_pad|>": QWEN_TOKENS[:2], "<|image|>": ("<|begin_of_image|>", "<|end_of_image|>")}
+"""What chat templates write around an image, if anything."""
 PATCHES: Mapping[str, Any] = {
     "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
     "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "Qwen2VLImageProcessor",
@@ -135,6 +144,14 @@ PROCESSORS: dict[str, Family] = dict.fromkeys(
         {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}, named=False,
     ),
 }  # fmt: skip
+for name, kind in (("glm4v", "Glm4v"), ("glm46v", "Glm46V")):
+    bounds = {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}}
+    images = {**PATCHES, **bounds, "image_processor_type": f"{kind}ImageProcessor"}
+    PROCESSORS[name] = Family("<|image|>", r"(<\|image\|>)+", GLM, images, named=False)
+PROCESSORS["paddleocr_vl"] = replace(
+    QWEN, tokens={"image_token": "<|image_pad|>"}, named=True,
+    images={**PATCHES, "temporal_patch_size": 1, "image_processor_type": "PaddleOCRVLImageProcessor"},
+)  # fmt: skip
 PROCESSORS["pixtral"] = replace(
     PROCESSORS["mistral3"], processor={**PROCESSORS["mistral3"].processor, "processor_class": "PixtralProcessor"}
 )
@@ -148,6 +165,7 @@ for name, kind in (("smolvlm", "SmolVLM"), ("idefics3", "Idefics3")):
          "max_image_size": {"longest_edge": 28}},
         {"image_seq_len": 1}, named=False,
     )  # fmt: skip
+PATCHED = [name for name, own in PROCESSORS.items() if "temporal_patch_size" in own.images]
 WITH_TORCHVISION = ("mistral3", "pixtral", "llama4", "lfm2_vl")
 NO_VISION = "transformers reads its images with torchvision, which is not installed"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -199,6 +217,13 @@ def _settings(family: str, ids: Mapping[str, int]) -> dict[str, Any]:
         layer = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"} if family == "pixtral" else {}
         text |= {"model_type": "mistral" if family == "pixtral" else "llama"}
         return {"text_config": text, "vision_config": vision, "image_token_index": next(iter(ids.values())), **layer}
+    if family.startswith("glm4"):
+        text |= {"rope_parameters": MROPE}
+        vision = {**QWEN_VISION, "image_size": 56}
+        return {"text_config": text, "vision_config": vision, **ids}
+    if family == "paddleocr_vl":
+        text |= {"rope_parameters": MROPE}
+        return {"text_config": text, "vision_config": VISION | {"image_size": 56}, "image_token_id": ids["image_token"]}
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     tokens = dict(zip(names, (ids[token] for token in QWEN_TOKENS), strict=True))
     rope = {name: value for name, value in MROPE.items() if name != "mrope_interleaved" or "qwen3" in family}
@@ -225,7 +250,7 @@ def make_vision_model(folder: Path, family: str, seed: int = 0, **text: Any) -> 
     own = PROCESSORS[family]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": list(own.tokens.values())})
-    image = f"<|vision_start|>{own.image}<|vision_end|>" if own is QWEN else own.image
+    image = own.image.join(BOUNDS[own.image]) if family in PATCHED else own.image
     tokenizer.chat_template = CHAT.replace("IMAGE", image)
     tokenizer.save_pretrained(folder)
     if own.named:

@@ -74,18 +74,10 @@ def set_adapter(t: Translation) -> None:
     pattern = t.get("lora_target_modules")
     common.set_default_targets(t, "adapter")
     if isinstance(pattern, str) and not re.fullmatch(r"[\w.,\s-]+", pattern) and not t.get("lora_target_linear"):
-        names = extract_names(pattern)
-        t.put("lora.target_modules", names or [pattern], "lora_target_modules")
-        if names:
-            t.note("lora_target_modules", "the pattern becomes a list of names, matched only in the language model")
+        # Versions of transformers put the language model at different paths.
+        relaxed = re.sub(r"^[\w.\\]*language_model[\w.\\]*layers", ".*layers", pattern)
+        t.put("lora.target_modules", [relaxed], "lora_target_modules")
     common.set_experts(t)
-
-
-def extract_names(pattern: str) -> list[str]:
-    """Return the module names in a regex of module paths: `q_proj` and `k_proj` for `.*(q|k)_proj`."""
-    groups = re.findall(r"\(([\w|]+)\)(_proj)", pattern)
-    single = re.findall(r"(?<![\w|)])(\w+_proj)\b", pattern)
-    return list(dict.fromkeys([part + end for parts, end in groups for part in parts.split("|")] + single))
 
 
 def set_training(t: Translation) -> None:
@@ -102,6 +94,9 @@ def set_training(t: Translation) -> None:
     elif total:
         steps = max(1, total // max(1, t.get("micro_batch_size", 1)))
         t.put("training.gradient_accumulation_steps", steps, "batch_size")
+    if t.get("sample_packing") and re.search(read_tables()["unpacked"], t.get("base_model", ""), re.IGNORECASE):
+        t.drop("dataset.packing")
+        t.note_unsupported("sample_packing", "documents of a pack see each other in this model")
     common.set_warmup(t)
     common.set_precision(t)
     checkpointing, offloading = t.get("gradient_checkpointing"), t.get("activation_offloading")
@@ -164,6 +159,9 @@ def check_media(t: Translation) -> None:
         t.reject("datasets", common.VISION)
     elif has_processor or re.search(r"(?<![a-z])(llava|images?|vision|vqa)(?![a-z])", paths):
         common.check_images(t, "base_model")
+        targets = t.get("lora_target_modules")
+        if isinstance(targets, list) or re.search("vision|visual", str(targets)):  # PEFT finds names in towers too
+            t.put("vision.train", "lora", "lora_target_modules")
         t.note("processor_type", "only answers are trained on; images are scaled by the model's processor")
 
 
@@ -261,7 +259,7 @@ def set_chat_template(t: Translation) -> None:
     is_used = any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t))
     if jinja:
         t.put("dataset.chat_template", jinja, at_jinja)
-    elif is_used and name in common.CHAT_TEMPLATES:
+    elif is_used and name in common.CHAT_TEMPLATES and not t.has_images:
         t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
     elif is_used and name not in (None, "tokenizer_default"):
         t.note(at, f"{name}: {common.TOKENIZER_TEMPLATE}")

@@ -73,6 +73,7 @@ def check_model(t: Translation, name: str) -> None:
 
 def check_images(t: Translation, name: str) -> None:
     """Reject models that zerolora cannot train on images, recognized by their names."""
+    t.has_images = True
     if re.search(UNREAD_IMAGES, str(t.get(name, "")), re.IGNORECASE):
         t.reject(name, REASONS["images"])
 
@@ -134,13 +135,29 @@ def set_bits(t: Translation, name: str) -> None:
 
 
 def set_default_targets(t: Translation, name: str) -> None:
-    if t.get_setting("adapter") != "none" and "lora.target_modules" not in t.settings:
+    if t.get_setting("adapter") == "none" or "lora.target_modules" in t.settings:
+        return
+    if named := split_names(t.get("lora_target_parameters")):  # PEFT has no other default for most MoE models
+        modules = sorted({parameter.rpartition(".")[0] for parameter in named})
+        t.put("lora.target_modules", modules, "lora_target_parameters")
+    else:
         t.put("lora.target_modules", ["q_proj", "v_proj"])
         t.note(name, "no targets are set; q_proj and v_proj are used, PEFT's default for most models")
 
 
+def drop_absent_layers(t: Translation) -> None:
+    """Remove targets that the model, recognized by name, does not have; PEFT ignores them, zerolora reports them."""
+    targets, names = t.settings.get("lora.target_modules", ((), ()))
+    for pattern, layers in read_tables()["absent_layers"].items():
+        found = re.search(pattern, str(t.get_setting("base_model")), re.IGNORECASE)
+        if names and found and (absent := [layer for layer in layers.split() if layer in targets]):
+            t.put("lora.target_modules", [name for name in targets if name not in absent], *names)
+            t.note(names[0], f"{', '.join(absent)}: this model has no such layers, and PEFT ignores them")
+
+
 def set_experts(t: Translation) -> None:
     """Adapt fused experts (stored as one tensor) only if named explicitly: PEFT's all-linear excludes them."""
+    drop_absent_layers(t)
     if named := split_names(t.get("lora_target_parameters")):
         t.put("lora.target_parameters", named, "lora_target_parameters")
     elif split_names(t.get_setting("lora.target_modules")) in (["all"], ["all-linear"]):

@@ -6,18 +6,27 @@ from typing import Any
 
 from launcher.importing import common
 from launcher.importing.translation import ForeignConfig, Translation, load_table, read_kind, read_tables, split_names
-from trainer.config import UserError
 
 KEYS = load_table("llamafactory")
+V1_KEYS = load_table("llamafactory_v1")
+V1_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
+"""Converter of the layout of USE_V1=1 -> format here."""
 _TABLES = read_tables()
 TURNS, ROLES = (_TABLES["llamafactory_formats"][name] for name in ("turns", "roles"))
 ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
 """An entry of dataset_info.json."""
+V1_SOURCES = read_kind(_TABLES["types"]["llamafactory_v1_sources"])
 
 
 def translate(foreign: ForeignConfig) -> Translation:
-    if "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict):
-        raise UserError(f"{foreign.label}: the format of USE_V1=1 is not supported; use the default format")
+    is_v1 = "train_dataset" in foreign.tree or isinstance(foreign.tree.get("peft_config"), dict)
+    t = (translate_v1 if is_v1 else translate_v0)(foreign)
+    if "output_dir" not in t.settings:
+        t.put("output_dir", "runs/" + re.sub(r"[^\w.-]+", "-", str(t.get_setting("base_model"))))
+    return t
+
+
+def translate_v0(foreign: ForeignConfig) -> Translation:
     t = Translation(foreign, KEYS)
     common.check_model(t, "model_name_or_path")
     if t.get("do_train") is False:
@@ -29,11 +38,7 @@ def translate(foreign: ForeignConfig) -> Translation:
     common.set_training(t, "auto", None)
     common.set_distribution(t)
     if t.get("stage") == "dpo":
-        loss = common.PREFERENCE_LOSSES.get(str(t.get("pref_loss", "sigmoid")).lower(), "dpo")
-        losses = {loss: 1.0, "sft": t.get("pref_ftx", 0.0), "bco_pair": t.get("pref_bco_weight", 0.0)}
-        common.set_preference(t, losses, "cutoff_len", "stage", "pref_loss", "pref_ftx", "pref_bco_weight")
-        if losses["bco_pair"]:
-            t.note("pref_bco_weight", "the rewards of bco_pair are not shifted by their running mean")
+        set_losses(t, "stage")
     elif t.get("stage") == "rm":
         common.set_preference(t, None, "cutoff_len", "stage")
         t.note("stage", "the reward model gets a new score head without a bias, not a value head")
@@ -41,9 +46,63 @@ def translate(foreign: ForeignConfig) -> Translation:
         common.set_preference(t, {"kto": 1.0}, "cutoff_len", "stage")
     else:
         t.drop("preference.", "reward.")
-    if "output_dir" not in t.settings:
-        t.put("output_dir", "runs/" + re.sub(r"[^\w.-]+", "-", str(t.get("model_name_or_path"))))
     return t
+
+
+def translate_v1(foreign: ForeignConfig) -> Translation:
+    """Translate the layout of USE_V1=1, in which PEFT, quantization and distribution are maps."""
+    t = Translation(foreign, V1_KEYS)
+    common.check_model(t, "model")
+    common.set_bits(t, "quant_config.quantization_bit")
+    if t.get("quant_config.name") == "bnb" and t.get("quant_config.quantization_bit") is None:
+        t.put("adapter", "qlora", "quant_config.name")  # 4 bits by default
+    common.set_experts(t)
+    common.set_attention(t, "flash_attn")
+    common.set_precision(t, "bf16")
+    t.put("training.lr_scheduler", "constant")
+    t.put("training.weight_decay", 0.01)
+    common.set_interval(t, "save", ("steps", 0))
+    if t.get("dist_config.name") == "deepspeed":
+        common.set_partition(t, "dist_config.config_file", t.get("dist_config.config_file"))
+    elif t.get("dist_config.name") and t.get_setting("training.optimizer") != "muon":
+        common.set_fsdp(t, "dist_config.name", t.foreign.tree["dist_config"])
+    common.set_distribution(t)
+    t.require("train_dataset", common.NO_DATA)
+    sources = read_v1_sources(t)
+    t.put_sources(sources, "train_dataset")
+    if t.get("model_class") == "cls":
+        common.set_preference(t, None, "cutoff_len", "model_class")
+    elif any(source["format"] == "preference" for source in sources):
+        set_losses(t, "train_dataset")
+    else:
+        t.drop("preference.", "reward.")
+    return t
+
+
+def set_losses(t: Translation, name: str) -> None:
+    loss = common.PREFERENCE_LOSSES.get(str(t.get("pref_loss", "sigmoid")).lower(), "dpo")
+    losses = {loss: 1.0, "sft": t.get("pref_ftx", 0.0), "bco_pair": t.get("pref_bco_weight", 0.0)}
+    common.set_preference(t, losses, "cutoff_len", name, "pref_loss", "pref_ftx", "pref_bco_weight")
+    if losses["bco_pair"]:
+        t.note("pref_bco_weight", "the rewards of bco_pair are not shifted by their running mean")
+
+
+def read_v1_sources(t: Translation) -> list[dict[str, Any]]:
+    """Return the sources in the YAML file that `train_dataset` names."""
+    path = str(t.get("train_dataset", ""))
+    entries = common.read_file(t, "train_dataset", path, V1_SOURCES) if path.endswith((".yaml", ".yml")) else None
+    if entries is None:
+        t.reject("train_dataset", "must be a YAML file of sources, in the folder of this file or a parent folder")
+    sources = []
+    for name, entry in (entries or {}).items():
+        if entry.get("converter") not in V1_FORMATS:
+            t.reject("train_dataset", f"{name}: records need a converter: {', '.join(V1_FORMATS)}")
+        form, path = V1_FORMATS.get(entry.get("converter"), "auto"), entry.get("path", "")
+        read = {"path": str(t.foreign.find(path) or path), "format": form, "max_samples": entry.get("size")}
+        read |= {key: entry[key] for key in ("split", "weight") if key in entry}
+        sources.append({key: value for key, value in read.items() if value not in (None, "train")})
+    t.note("train_dataset", "a conversation is one example; instruction and input are joined by a blank line")
+    return sources
 
 
 def set_adapter(t: Translation) -> None:
@@ -65,7 +124,7 @@ def set_data(t: Translation) -> None:
         if not t.get("neat_packing"):
             t.note("packing" if is_packed else "stage", "documents in a pack do not attend to each other")
     template = t.get("template", "")
-    if template in common.CHAT_TEMPLATES:
+    if template in common.CHAT_TEMPLATES and not t.has_images:
         t.put("dataset.chat_template", common.CHAT_TEMPLATES[template], "template")
     elif template and not is_pretraining:
         reasoning_note = ", and reasoning in the records is trained on" * template.endswith("_nothink")

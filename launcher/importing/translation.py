@@ -179,6 +179,7 @@ class Translation:
         self.different: list[tuple[str, str]] = []
         self.left_out: list[tuple[str, str]] = []
         self.no_effect: list[str] = []
+        self.has_images = False  # templates of text do not fit
         self._values: dict[str, Any] = {}
         self._mistakes: dict[str, str] = {}
         for name, key in table.items():

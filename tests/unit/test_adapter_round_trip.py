@@ -16,7 +16,7 @@ from tests.any_input import or_refused, tries
 from tests.families import FAMILIES, tiny_family
 from tests.saved_adapters import save_adapter
 from trainer.config import LoraSection
-from trainer.model.adapter import apply_adapter
+from trainer.model.adapter import apply_adapter, load_initial_adapter
 from trainer.model.saved_adapter import load_adapter
 
 SOME = ("afmoe", "deepseek_v3", "deepseek_v32", "gpt_oss", "jamba", "laguna", "llama", "qwen3_moe", "zaya")
@@ -113,3 +113,14 @@ def test_an_adapter_of_any_settings_comes_back_to_every_family(
     tmp_path_factory: pytest.TempPathFactory, kind: str, lora: dict[str, Any]
 ) -> None:
     check_settings(kind, lora, tmp_path_factory.mktemp("adapter"))
+
+
+def test_layers_that_peft_takes_for_experts_may_have_dropout(tmp_path: Path) -> None:
+    """They are saved by weight, and PEFT refuses dropout of weights."""
+    adapted = adapt("afmoe", r=2, dropout=0.25, experts=False)
+    save_adapter(adapted, tmp_path, must_have_moved=False)
+    PeftModel.from_pretrained(tiny_family("afmoe"), tmp_path)
+    again = load_initial_adapter(tiny_family("afmoe"), LoraSection(dropout=0.25, adapter_path=str(tmp_path)))
+    for model in (adapted, again):
+        rates = {name: part.p for name, part in model.named_modules() if name.endswith("lora_dropout.default")}
+        assert set(rates.values()) == {0.25} and any("gate_proj" in name for name in rates)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.families import tiny_config
+from tests.families import save_family, tiny_config
 from tests.tiny import make_model
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model.base import build_empty_model, check_weights, load_base_model, load_model_config, load_tokenizer
@@ -329,6 +329,16 @@ def test_a_streamed_model_generates_like_a_loaded_one(tmp_path: Path) -> None:
     pieces = load_base_model(str(folder), ModelSection(), quantization=QuantizationSection(), **cpu)
     assert pieces.generation_config.repetition_penalty == whole.generation_config.repetition_penalty == 1.75
     assert pieces.generation_config == whole.generation_config
+
+
+def test_weights_that_a_model_changes_in_place_stay_in_16_bits(tmp_path: Path) -> None:
+    """Gemma 3n clips some of its weights in each step of training, which packed ones do not allow."""
+    folder = save_family(tmp_path, "gemma3n_text", altup_coef_clip=1.0)
+    cpu: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "attention": None}
+    model = load_base_model(str(folder), ModelSection(), quantization=QuantizationSection(), **cpu)
+    packed = {name.rpartition(".")[0] for name, each in model.named_parameters() if each.dtype == torch.uint8}
+    assert packed and not any("_coefs" in name for name in packed)
+    assert model.train()(input_ids=torch.arange(3, 9)[None]).logits.isfinite().all()
 
 
 def test_a_package_that_a_model_needs_is_named(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert (data.max_length, data.packing, data.val_split, data.too_long) == (1024, True, 0.05, "drop")
     assert data.chat_template == CHAT_TEMPLATES["chatml"]
     assert (lora.r, lora.alpha, lora.dropout) == (24, 12.0, 0.0)
-    assert lora.target_modules == ("up_proj", "down_proj", "q_proj")
+    assert lora.target_modules == (r".*layers.[\d]+.(mlp|self_attn).(up|down|q)_proj",)
     assert (training.batch_size, training.gradient_accumulation_steps, training.epochs) == (5, 3, 2.0)
     assert (training.optimizer, training.lr_scheduler, training.learning_rate) == ("paged_adamw_32bit", "cosine", 3e-5)
     assert (training.precision, training.gradient_checkpointing) == ("auto", "non_reentrant")
@@ -296,6 +296,17 @@ def test_a_llama_factory_file_says_the_same_here(folder: Path) -> None:
     assert training.timeout_minutes == 100 / 60
 
 
+def test_targets_that_a_model_does_not_have_are_left_out() -> None:
+    listed = re.sub("lora_target_modules: .*", "lora_target_modules: [q_proj, gate_proj]", AXOLOTL)
+    config, text = imported(listed.replace("org/small-llama", "zai-org/GLM-4-32B-0414"))
+    assert config.lora.target_modules == ("q_proj",) and "gate_proj: this model has no such layers" in text
+    assert imported(listed)[0].lora.target_modules == ("q_proj", "gate_proj")
+    experts = re.sub("lora_target_modules: .*", "lora_target_parameters: [mlp.experts.down_proj]", AXOLOTL)
+    config, text = imported(experts.replace("org/small-llama", "org/DeepSeek-V4-Flash"))
+    assert config.lora.target_modules == ("mlp.experts",) and not config.dataset.packing
+    assert "documents of a pack see each other" in " ".join(text.split("#"))
+
+
 def test_llama_factorys_other_kinds() -> None:
     plain, _ = imported(FACTORY.replace("stage: sft", "stage: pt").replace("pairs, talks", "pairs"))
     assert (plain.dataset.format, plain.dataset.fields, plain.dataset.packing) == ("completion", {"text": "ask"}, True)
@@ -313,7 +324,15 @@ def test_images_are_imported_for_models_that_read_them() -> None:
     config, text = imported(AXOLOTL.replace("org/small-llama", "org/Qwen2.5-VL-7B") + switches)
     assert config.dataset.format == "messages" and config.vision.train == "none"
     assert "only answers are trained on" in " ".join(text.split())
-    for unread in ("org/GLM-4.6V-Flash", "org/Llama-3.2-11B-Vision-Instruct", "org/gemma-3n-E2B-it"):
+    assert config.dataset.chat_template is None, "the table's template has no images"
+    listed = re.sub("lora_target_modules: .*", "lora_target_modules: [gate_proj, q_proj]", AXOLOTL) + switches
+    for read in ("org/GLM-4.6V-Flash", "org/PaddleOCR-VL"):
+        config, _ = imported(listed.replace("org/small-llama", read))
+        assert config.vision.train == "lora", "PEFT finds the names in the tower as well"
+    tower = AXOLOTL.replace("model.language_model.layers", "(model.language_model|model.visual).*layers") + switches
+    config, _ = imported(tower.replace("org/small-llama", "org/PaddleOCR-VL"))
+    assert config.vision.train == "lora" and config.lora.target_modules[0].startswith("(model.language_model|")
+    for unread in ("org/GLM-4.6V", "org/Llama-3.2-11B-Vision-Instruct", "org/gemma-3n-E2B-it"):
         assert f"theirs.yml:1: base_model={unread}: is not trained on images" in refused(
             AXOLOTL.replace("org/small-llama", unread) + switches
         )
@@ -337,9 +356,74 @@ def test_axolotls_batch_size_becomes_accumulation() -> None:
     assert "batch_size=20: gradient_accumulation_steps is set as well" in refused(AXOLOTL + "batch_size: 20\n")
 
 
-def test_llama_factorys_second_layout_is_refused() -> None:
-    text = "model: org/small\npeft_config: {name: lora}\ntrain_dataset: mine.yaml\nmicro_batch_size: 1\ncutoff_len: 9\n"
-    assert "the format of USE_V1=1 is not supported" in refused(text)
+V1 = """\
+model: org/small
+peft_config: {name: lora, r: 16, lora_alpha: 32, target_modules: all}
+quant_config: {name: bnb, quantization_bit: 4}
+dist_config: {name: fsdp2, offload_params: true}
+kernel_config: {name: auto}
+train_dataset: data/sources.yaml
+output_dir: out
+micro_batch_size: 2
+cutoff_len: 512
+learning_rate: 1.0e-4
+max_steps: 10
+"""
+
+
+def test_llama_factorys_second_layout_says_the_same_here() -> None:
+    Path("data/talks.json").write_text("[]")
+    sources = "one: {path: data/talks.json, source: local, converter: alpaca, size: 5}\n"
+    Path("data/sources.yaml").write_text(
+        sources + "two: {path: org/talks, split: part, converter: sharegpt, weight: 2}"
+    )
+    config, text = imported(V1)
+    assert (config.base_model, config.adapter, config.output_dir) == ("org/small", "qlora", "out")
+    assert (config.lora.r, config.lora.alpha, config.lora.dropout, config.lora.experts) == (16, 32.0, 0.05, False)
+    first, second = config.dataset.mix
+    assert (first.path, first.format, first.max_samples) == (str(Path("data/talks.json").absolute()), "alpaca", 5)
+    assert (second.path, second.format, second.split, second.weight) == ("org/talks", "sharegpt", "part", 2.0)
+    training = config.training
+    assert (training.batch_size, training.max_steps, training.precision) == (2, 10, "bf16")
+    assert (training.lr_scheduler, training.weight_decay, training.save_steps) == ("constant", 0.01, 0)
+    assert config.zero.stage == 3 and config.zero.offload_parameters and training.gradient_checkpointing
+    assert "kernel_config" in text.partition("Without effect here: ")[2]
+
+    Path("data/sources.yaml").write_text("one: {path: org/pairs, converter: pair}")
+    config, _ = imported(V1 + "pref_loss: simpo\npref_beta: 2.0\n")
+    assert (config.task, config.preference.loss, config.preference.beta) == ("preference", {"simpo": 1.0}, 2.0)
+    assert config.dataset.format == "preference" and config.dataset.max_length == 1024
+    assert imported(V1.replace("model: org", "model_class: cls\nmodel: org"))[0].task == "reward"
+    assert imported(V1.replace("{name: bnb, quantization_bit: 4}", "{name: bnb}"))[0].adapter == "qlora"
+    full = (
+        V1.replace("peft_config", "#").replace("quant_config", "#").replace("fsdp2", "deepspeed, config_file: z2.json")
+    )
+    full += "pref_loss: simpo\n"
+    assert imported(full)[0].adapter == "none" and imported(full)[0].zero.stage == 2
+    alone = full.replace("dist_config", "#") + "optim_config: {name: muon}\n"
+    assert "optim_config.name=muon" in refused(alone)  # trains only matrices
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("peft_config: {name: freeze}", "theirs.yml:2: peft_config.name=freeze: only LoRA"),
+        ("train_dataset: gone.yaml", "theirs.yml:6: train_dataset=gone.yaml: must be a YAML file"),
+        (
+            "train_dataset: org/talks",
+            "theirs.yml:6: train_dataset=org/talks: must be a YAML file",
+        ),
+        ("train_dataset: data/raw.yaml", "data/raw.yaml: one: records need a converter: alpaca, sharegpt, pair"),
+        ("lr_scheduler_config: {name: cosine}", "lr_scheduler_config=.*: LLaMA-Factory has no schedules"),
+        ("quant_config: {name: hqq}", "theirs.yml:3: quant_config.name=hqq: must be auto or bnb"),
+    ],
+)
+def test_mistakes_in_llama_factorys_second_layout(change: str, problem: str) -> None:
+    Path("data/sources.yaml").write_text("one: {path: org/talks, converter: alpaca}")
+    Path("data/raw.yaml").write_text("one: {path: org/talks}")
+    key = change.partition(":")[0]
+    lines = [change if line.startswith(f"{key}:") else line for line in V1.splitlines()]
+    assert re.match(f"(?s).*{problem}", refused("\n".join(lines if change in lines else [*lines, change])))
 
 
 def test_a_command_line_of_trl_says_the_same_here() -> None:

@@ -10,7 +10,7 @@ from trainer.config.files import read_json
 from trainer.config.sections import RunConfig
 
 SETTINGS_FILE = "adapter_config.json"
-PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision")
+PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision", "projector")
 """Names of modules that map image features to the embeddings of a language model."""
 Names = list[str] | str | None
 Number = int | Annotated[float, Field(allow_inf_nan=False)]

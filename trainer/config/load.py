@@ -98,8 +98,8 @@ def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | N
     counts = {trainer: len(names & {*known.split()}) for trainer, known in OTHER_TRAINERS["recognized_by"].items()}
     best = max(counts, key=lambda trainer: counts[trainer])
     ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
-    # LLaMA-Factory also has a `dataset`, which is not a section.
-    ours -= isinstance(tree.get("dataset"), str)
+    # LLaMA-Factory also has a `dataset` and a `model`, which are not sections.
+    ours -= sum(isinstance(tree.get(name), str) for name in ("dataset", "model"))
     return best if counts[best] >= min_names and counts[best] > 2 * ours else None
 
 

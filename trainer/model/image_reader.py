@@ -29,7 +29,7 @@ REPORT_INTERVAL = 100
 
 FAMILIES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
-    "internvl", "llama4", "smolvlm", "idefics3", "lfm2_vl", "llava",
+    "internvl", "llama4", "smolvlm", "idefics3", "lfm2_vl", "llava", "glm4v", "glm46v", "paddleocr_vl",
 )  # fmt: skip
 """Supported model types; tests compare their losses with transformers and PEFT."""
 TORCHVISION_ONLY = ("llama4", "lfm2_vl")

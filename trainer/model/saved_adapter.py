@@ -46,7 +46,7 @@ def load_adapter(
 ) -> Any:
     """Load an adapter from a folder or the hub into the model, with our forward pass for adapted experts.
 
-    `dropout` is the dropout in training, which PEFT's settings cannot contain if experts are adapted. `in_fp32`
+    `dropout` is the dropout in training, which PEFT's settings cannot contain if parameters are adapted. `in_fp32`
     converts a 16-bit adapter to fp32.
 
     Raises:
@@ -54,7 +54,7 @@ def load_adapter(
     """
     from peft import LoraConfig, PeftConfig, get_peft_model
 
-    from trainer.model.expert_adapter import ParamWrapper, set_dropout, use_expert_adapters  # imports bitsandbytes
+    from trainer.model.expert_adapter import set_dropout, use_expert_adapters  # imports bitsandbytes
 
     if Path(folder).is_dir():
         read_adapter_settings(Path(folder))
@@ -79,8 +79,7 @@ def load_adapter(
                 excluded,
                 None,
             )
-            if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
-                set_dropout(adapted, dropout)
+            set_dropout(adapted, dropout)
         _load_tensors(adapted, folder)
     except torch.OutOfMemoryError:
         raise
@@ -185,6 +184,8 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
     config.target_parameters = sorted(_shorten_paths([*targets.parameters, *by_weight], weights, parts=2)) or None
     config.exclude_modules = excluded
     config._custom_modules = None
+    if by_weight:
+        config.lora_dropout = 0.0  # PEFT refuses dropout if a target is a parameter
 
 
 def set_saved_patterns(adapted: Any, adapter: str = "default") -> None:

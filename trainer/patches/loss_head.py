@@ -38,7 +38,7 @@ from trainer.patches.plain_head import (
     replace_head,
 )
 
-FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl")
+FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
 """Models that need a fourth row of positions, in addition to their own three, to separate the documents of a pack."""
 TYPED = ("molmo2",)
 """Models that require the type of each token in training: 0 for text."""
