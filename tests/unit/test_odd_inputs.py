@@ -527,7 +527,7 @@ def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
         find_run(run)
     with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
         find_run(run / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="--base-model: empty; write a folder"):
+    with pytest.raises(UserError, match="--base-model: empty; pass a folder"):
         find_run(make_run(tmp_path / "other"), " ")
 
 
