@@ -75,7 +75,7 @@ class Request:
             if value is not None:
                 raise UserError(f"{option} {value}: needs --hostfile; to choose GPUs here, set CUDA_VISIBLE_DEVICES")
         if self.master_addr not in (None, "localhost", "127.0.0.1"):
-            raise UserError(f"--master-addr {self.master_addr}: a local run uses only this machine; remove it")
+            raise UserError(f"--master-addr {self.master_addr}: a local run uses only this machine; remove the option")
 
 
 def plan(request: Request, logs: Path) -> Plan:

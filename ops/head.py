@@ -102,7 +102,7 @@ def sum_token_losses(
     Differentiable in `hidden` and `rows.values`.
 
     hidden [K, H], weight [V, H] frozen, targets [K], w = `token_weights` [K] fp32 (None: 1); a row with a negative
-    target is ignored. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not fit and for a
+    target is ignored. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not match and for a
     weight that requires a gradient.
     """
     two_d = hidden.dim() == 2 and weight.dim() == 2
@@ -291,7 +291,7 @@ def sum_divergences(
 
     hidden, base_hidden [K, H], weight [V, H]; weight and base_hidden are frozen, and q is computed without the trained
     `rows`. The gradients, with g = p (ln p - ln q - KL), are computed chunk by chunk in the forward pass, as in
-    `sum_token_losses`. Raises ValueError for shapes that do not fit.
+    `sum_token_losses`. Raises ValueError for shapes that do not match.
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(

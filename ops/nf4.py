@@ -58,7 +58,7 @@ def _dequantize(op: Any) -> list[Tensor]:
 
 
 def _pack(x: Tensor, weights: Sequence[Nf4Weight]) -> tuple[Any, ...]:
-    """Return the operator's arguments; raises ValueError for weights that do not fit x or one another."""
+    """Return the operator's arguments; raises ValueError for weights that do not match x or one another."""
     first = weights[0]
     for weight in weights:
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:

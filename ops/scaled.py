@@ -33,7 +33,7 @@ class ScaledWeight:
 def check_weights(
     x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int] | None = None
 ) -> None:
-    """Raise ValueError unless 8-bit weights fit x and have a scale for each block (without `block`, for each row)."""
+    """Raise ValueError unless 8-bit weights match x and have a scale for each block (without `block`, for each row)."""
     for value, scale in zip(values, scales, strict=True):
         if value.dim() != 2 or value.shape[1] != x.shape[-1]:
             raise ValueError(

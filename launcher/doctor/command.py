@@ -233,7 +233,7 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
     checks: list[Check] = []
     for host, result in zip(commands, results, strict=True):
         output = result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}"
-        problem = f"the checks on this host failed: {output.splitlines()[-1][:300]}"
+        problem = f"`zerolora doctor` returned no results: {output.splitlines()[-1][:300]}"
         checks += parse_doctor_output(result.stdout, host) or [
             Check("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]

@@ -109,7 +109,7 @@ def set_attention(t: Translation, *names: str) -> None:
     if name is None:
         return
     if not re.fullmatch(ATTENTION, str(t.get(name))):
-        t.reject(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the hub")
+        t.reject(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the Hub")
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:

@@ -28,7 +28,7 @@ def test_lines_fit_the_terminal(width: int) -> None:
         "lora.dropout: number >= 0.0, < 1.0 (default 0.0)",
         "lora.loraplus_lr_ratio: number >= 1.0, <= 10000.0 | none (default none)",
         "lora.target_modules: list of text (default [all-linear])",
-        "dataset.fields: map of text to text (default {})",
+        "dataset.fields: mapping of string to string (default {})",
         "dataset.mix: list of source section (default [])",
         "scu.target: number > 0.0, <= 1000.0 | auto (default auto)",
         "zero.stage: auto | 0 | 1 | 2 | 3 (default 2)",

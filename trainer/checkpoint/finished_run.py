@@ -166,7 +166,7 @@ def default_device() -> torch.device:
 def load_trained_model(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     """Load the PEFT model in the run's precision, with weights quantized as in training (QLoRA, `training.qat`).
 
-    Raises UserError if the base model is missing or the adapter does not fit it.
+    Raises UserError if the base model is missing or does not match the adapter.
     """
     config = run.config
     dtype = DTYPES[resolve_precision(config.training.precision, device)]
@@ -200,7 +200,7 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_fp32: bool
     resize_to_vocabulary(base, tokenizer)
     if run.config.model.has_score:
         base.config.pad_token_id = tokenizer.pad_token_id  # transformers uses it to find the end of a text
-    error_prefix = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
+    error_prefix = f"{run.folder}: its adapter does not match base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), error_prefix=error_prefix, in_fp32=in_fp32)
 
 

@@ -1,7 +1,7 @@
 """Record the identity of a run (base model, tokenizer, adapter, data), and compare it before the run is loaded.
 
 Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares everything and
-reports all differences together. `training.resume_changes` allows the changes that it names; changes that do not fit
+reports all differences together. `training.resume_changes` allows the changes that it names; changes that do not match
 the optimizer state (the adapter's rank or layers) are always rejected. Commands compare the parts that determine the
 model they load.
 """
@@ -302,7 +302,7 @@ def plan_resumption(
 def describe_finished(step: int, total_steps: int) -> str:
     return (
         f"the checkpoint is at step {step}, but training.max_steps or epochs amount to {total_steps} steps, so "
-        "nothing is left to train; raise them to continue"
+        "nothing is left to train; raise max_steps or epochs"
     )
 
 

@@ -40,9 +40,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     if config.runs:
         has_checkpoint = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
         if to_train and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
-            raise UserError(
-                "training.resume_from_checkpoint=latest: no adapter has a checkpoint to resume from; remove it"
-            )
+            raise UserError("training.resume_from_checkpoint=latest: no adapter has a checkpoint; remove the setting")
         return
     if to_train:
         choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)

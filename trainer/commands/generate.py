@@ -127,7 +127,7 @@ def encode_prompts(
         try:
             row = encode(prompt)
             if longest is not None and row.shape[1] >= longest:
-                problem = f"the prompt has {row.shape[1]} tokens, and the model's context is {longest}; shorten it"
+                problem = f"the prompt has {row.shape[1]} tokens, but the context is {longest}; shorten the prompt"
                 raise UserError(problem)
             yield prompt, row
         except UserError as error:
@@ -244,10 +244,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.raw and arguments.system is not None:
         raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one of them")
     if not all(prompt.strip() for prompt in arguments.prompts):
-        raise UserError("PROMPT: empty; write a question, or remove it to answer standard input")
+        raise UserError("PROMPT: empty; write a question, or omit PROMPT to answer standard input")
     arguments.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if arguments.temperature == 0 and arguments.top_p < 1:
-        raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; set a temperature, or remove it")
+        raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; remove one of them")
     return arguments
 
 

@@ -31,7 +31,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
-        raise UserError("--network: missing, but the GPUs are on several hosts; add it, such as --network 50GB/s")
+        raise UserError("--network: missing, but the GPUs are on several hosts; add it, for example --network 50GB/s")
     if not find_model_kind(config).task(config).predicts_time:
         fix = "estimate without --network, --price and --card"
         raise UserError(f"task={config.task}: its speed cannot be predicted; {fix}")

@@ -102,9 +102,9 @@ def describe_first(error: ValidationError) -> str:
 def describe_problem(error: ErrorDetails) -> str:
     """Describe pydantic's error in terms of the values that the setting accepts."""
     if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
-        return f"must be text, not a {'list' if isinstance(error['input'], list) else 'map'}"
+        return f"must be a string, not a {'list' if isinstance(error['input'], list) else 'mapping'}"
     if error["type"] == "string_type" and isinstance(error["input"], bool):
-        return f"must be text, not {str(error['input']).lower()}"
+        return f"must be a string, not {str(error['input']).lower()}"
     if template := PROBLEMS.get(error["type"]):
         bounds = {
             name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value
@@ -183,6 +183,6 @@ MISSING_DATA = Mistake(
     None,
     "missing",
     "set it to the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, .csv or .txt file, a "
-    "folder of them, or a dataset on the hub, with records of messages | conversations | instruction + output | "
+    "folder of them, or a dataset on the Hub, with records of messages | conversations | instruction + output | "
     "prompt + completion | text",
 )

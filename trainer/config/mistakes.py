@@ -26,9 +26,9 @@ class Mistakes:
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
-        """Our names of the configured settings -> the names that were typed."""
+        """Maps our name of each configured setting to its name as typed."""
         self.fractions: dict[str, float] = {}
-        """Settings in steps that were typed as fractions of the run -> the fraction."""
+        """Maps each setting in steps that was typed as a fraction of the run to the fraction."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
@@ -87,9 +87,9 @@ class Mistakes:
     def _split_unused(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
-        """Split configured settings without effect into mistakes, one per reason, and intentionally unused settings.
+        """Return the configured settings that have no effect: a mistake per reason, and the intentional ones by reason.
 
-        `invalid` settings already have a mistake.
+        Settings in `invalid` already have a mistake and are skipped.
         """
         mistaken: dict[str, list[UnusedSetting]] = {}
         intended: dict[str, list[UnusedSetting]] = {}

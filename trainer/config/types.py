@@ -41,7 +41,7 @@ def _parse_words(value: Any) -> Any:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether a layer name is a regular expression, which has characters that names do not have."""
+    """Return whether `name` contains regex metacharacters, so that it is a pattern and not a layer name."""
     return re.search(r"[\\^$*+?{}\[\]|()]", name) is not None
 
 

@@ -75,7 +75,7 @@ def parse_value(annotation: Any, value: Any) -> Any:
         if isinstance(value, str) and word in ("true", "false"):
             return word == "true"
         if isinstance(value, str) and word in _TRUE + _FALSE:
-            raise ValueError(f"{allowed}, not text; write {str(word in _TRUE).lower()}")
+            raise ValueError(f"{allowed}, not a string; write {str(word in _TRUE).lower()}")
         raise ValueError(allowed)
     return value
 

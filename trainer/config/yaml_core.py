@@ -25,7 +25,7 @@ _HINTS = {
     "expected '<document start>'": "write settings as `name: value`, without lines of `...` or %YAML",
     "mapping values are not allowed": "put text with a colon in quotes",
 }
-# Raised by PyYAML for a value that does not fit its explicit tag, such as !!bool.
+# Raised by PyYAML for a value that does not match its explicit tag, such as !!bool.
 TAG_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 _RULES = {
     "null": (r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -173,7 +173,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
     except (yaml.YAMLError, *TAG_ERRORS) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(f"a tag that does not fit ({error})".split())
+        problem = getattr(error, "problem", None) or " ".join(f"a tag that does not match its value ({error})".split())
         hint = next((f"; {hint}" for start, hint in _HINTS.items() if problem.startswith(start)), "")
         raise UserError(f"{path}: not valid YAML{where}: {problem}{hint}") from None
     if not isinstance(tree, dict):

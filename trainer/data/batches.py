@@ -418,7 +418,7 @@ def _join_rows(
 
 
 def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """Return the documents of pairs as a flat batch that computes each prompt once."""
+    """Collate the documents of preference pairs into a flat batch in which each prompt occurs once."""
     shortened, shared = share_prompts(documents)
     batch = collate(shortened, pad_token_id, packed=True, flat=True)
     if not any(shared):

@@ -61,7 +61,7 @@ def render_prompt(
     if source is None:
         raise UserError("dataset.chat_template: not set, and the tokenizer has no chat template; set one")
     if tools and "tools" not in source:
-        raise UserError("the conversation has tools, which the chat template does not support; remove them")
+        raise UserError("the conversation has tools, which the chat template does not support; remove the tools")
     chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
     try:
         return ChatTemplate(tokenizer, source, build_template_variables(section)).render(

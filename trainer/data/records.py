@@ -282,10 +282,10 @@ def _read_message(
         calls = [turn["function_call"]]
     if content is None and not calls:
         others = join_names(key for key, value in turn.items() if value)
-        raise UserError(f"{where}: the {role} turn has no {keys[1]}, but {others}; add it, or remove the turn")
+        raise UserError(f"{where}: the {role} turn has no {keys[1]}, but {others}; add the field, or remove the turn")
     message["content"] = images.read_marks(_read_content(content, keys[1], where, images))
     if role == "assistant" and IMAGE in message["content"]:
-        raise UserError(f"{where}: an assistant turn has an image, but answers are text; move it to a user turn")
+        raise UserError(f"{where}: an assistant turn has an image, but answers are text; move the image to a user turn")
     if calls:
         calls = turn.wrap("tool_calls", _read_list(calls, "tool_calls", where))
         message["tool_calls"] = [_read_tool_call(call, where) for call in calls]
@@ -318,7 +318,7 @@ def _read_content(content: Any, key: str, where: str, images: ImageParts | None 
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them, or set their type")
+        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove those, or set their type")
     if not isinstance(content, str | None):
         raise UserError(f"{where}: {key} is {describe_type(content)}; use a string")
     return content or ""

@@ -125,7 +125,7 @@ def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
 
 
 def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """Return warnings about settings that do not fit the number of steps. Raises UserError for an overlong schedule."""
+    """Return warnings about settings unsuited to the number of steps. Raises UserError for an overlong schedule."""
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:

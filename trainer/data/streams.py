@@ -143,7 +143,7 @@ class SourceStream:
         columns = self._encoder.encode_rows(records, number * BLOCK_ROWS, self._format, self._description)
         trained = (weights or flags for weights, flags in zip(columns["weights"], columns["trained"], strict=True))
         if any(columns["images"]):
-            raise UserError("dataset.streaming=true: records with images cannot be streamed; set it to false")
+            raise UserError("dataset.streaming=true: records with images cannot be streamed; set streaming to false")
         documents = zip(columns["input_ids"], trained, columns["rejected"], columns["targets"], strict=True)
         problems = [problem for problem in columns["problem"] if problem]
         for problem in problems:

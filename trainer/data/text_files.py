@@ -186,7 +186,7 @@ def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
         raise UserError(f"{place} is not JSON ({problem}, column {error.colno}); {fix}") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number of more than 4300 digits
         place = f"{where}: line {line} of {file.name}"
-        raise UserError(f"{place} is JSON that cannot be read ({error}); remove it") from None
+        raise UserError(f"{place} is JSON that cannot be read ({error}); remove the record") from None
 
 
 def _describe_wrong_type(value: Any) -> str:

@@ -115,7 +115,7 @@ class ImageReader:
         try:
             inputs, texts = process(images, **settings)
         except ValueError as error:  # for example an extreme aspect ratio
-            raise UserError(f"{where}: the model's processor rejects an image ({error}); remove it") from None
+            raise UserError(f"{where}: the model's processor rejects an image ({error}); remove the image") from None
         return inputs, texts
 
 

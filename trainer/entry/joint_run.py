@@ -101,7 +101,7 @@ class JointRun:
             self.runs.append(run)
 
     def train(self) -> None:
-        """Train all adapters; every rank must call it. Raises FloatingPointError at the end if any failed."""
+        """Train all adapters; a collective call. Raises FloatingPointError at the end if any failed."""
         self._join()
         for run in self.runs:
             run.find_checkpoint()

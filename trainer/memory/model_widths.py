@@ -25,8 +25,9 @@ from trainer.patches.model_properties import CAPPED, find_head_problem, inspect_
 def read_shapes(
     model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
 ) -> Shapes:
-    """Describe the tensors and layers of the empty model with its adapter; without `lora`, all weights are trained.
+    """Describe the tensors and layers of the model with its adapter, built on the meta device.
 
+    Without `lora`, all weights are trained.
     `vocabulary_at_least` is the size of the tokenizer, to which the embedding may be enlarged.
     """
     from accelerate import init_empty_weights

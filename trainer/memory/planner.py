@@ -229,7 +229,7 @@ class Planner:
         return config
 
     def _choose_shard_group(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Replace zero.shard_within: auto at stage 3 with `host` if the shards of a host fit, otherwise with `all`."""
+        """Resolve `zero.shard_within: auto` at stage 3 to `host` if the shards of one host fit, otherwise to `all`."""
         if config.zero.stage != 3 or config.zero.shard_within != "auto":
             return config
         host = apply_changes(config, {"zero.shard_within": "host"})

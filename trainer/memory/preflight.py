@@ -38,7 +38,7 @@ class MemoryPlan:
         return Recovery(self.config, world_size, self.planner)
 
     def measure_peak(self) -> int:
-        """Return the highest peak memory in bytes over all GPUs (on CPUs, all processes); every rank must call it."""
+        """Return the highest peak memory in bytes over all GPUs (on CPUs, all processes); a collective call."""
         return int(max(gather_objects(peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:

@@ -47,7 +47,7 @@ class Shapes:
     """The kind of each layer; layers of one kind keep the same activations."""
     properties: ModelProperties
     model: Any = field(repr=False, compare=False)
-    """The empty model with its adapter, in which only the first layer of each kind has contents."""
+    """The model with its adapter on the meta device, in which only the first layer of each kind has contents."""
     stored: Literal["", "rows", "blocks", "groups"] = ""
     """The unit that shares a scale in a checkpoint with linear layers in FP8 or 4 bits."""
     buffers: int = 0

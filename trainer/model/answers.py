@@ -22,7 +22,7 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 @phase("generate")
 def generate_greedy_answers(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
-    """Generate answers to a batch of tokenized prompts by greedy decoding; every rank must call it."""
+    """Generate answers to a batch of tokenized prompts by greedy decoding; a collective call."""
     model, options = engine.module, {**GREEDY, "synced_gpus": needs_synced_passes(engine)}
     was_training = model.training
     model.eval()

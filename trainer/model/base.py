@@ -38,7 +38,7 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|e
 
 
 def load_model_config(base_model: str, section: ModelSection) -> Any:
-    """Load the model's configuration from a folder, the hub's cache or the hub.
+    """Load the model's configuration from a folder, the Hub's cache or the Hub.
 
     `random:SHAPE` selects an architecture of trainer/model/published_shapes.yaml. Raises UserError if the configuration
     cannot be found or read.
@@ -73,7 +73,7 @@ def _scale_rope(scaling: RopeScaling, text: Any) -> None:
     parameters = getattr(text, "rope_parameters", None) or {}
     if "rope_theta" not in parameters or context_length(text) is None:
         problem = f"{text.model_type} has no single rotary embedding for all layers"
-        raise UserError(f"model.rope_scaling.type={scaling.type}: {problem}; remove it")
+        raise UserError(f"model.rope_scaling.type={scaling.type}: {problem}; remove model.rope_scaling")
     original = scaling.original_max_position_embeddings or parameters.get("original_max_position_embeddings")
     original = original or text.max_position_embeddings
     unchanged = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
@@ -88,7 +88,7 @@ def _scale_rope(scaling: RopeScaling, text: Any) -> None:
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
     """Check the headers of local weight files against the model; return warnings about unused tensors.
 
-    Raises UserError if a file is damaged or missing, or the weights do not fit the model.
+    Raises UserError if a file is damaged or missing, or the weights do not match the model.
     """
     if is_random(base_model) or not has_local_weights(base_model, section):
         return []
@@ -150,7 +150,7 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
     if tokenizer.pad_token is None:
         raise UserError(
-            "model.pad_token: the tokenizer has neither a padding nor an end token; set it to a token of the vocabulary"
+            "model.pad_token: the tokenizer has neither a padding nor an end token; use a token of the vocabulary"
         )
 
 
@@ -183,8 +183,8 @@ def load_base_model(
     configuration unchanged. With a stage-3 `deepspeed_config` DeepSpeed partitions the model; with `shards` it is
     sharded per layer.
 
-    transformers loads unpartitioned 16-bit and fp32 models. Quantized, partitioned and random models are built empty
-    and filled module by module, so that no rank ever holds more than its shard and one module.
+    transformers loads unpartitioned 16-bit and fp32 models. Quantized, partitioned and random models are built
+    on the meta device and filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)

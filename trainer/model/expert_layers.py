@@ -28,7 +28,7 @@ TOP_K_NAMES = (
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with fused experts, by path; the model may be empty or adapted."""
+    """Return the modules with fused experts, by path; the model may be adapted or on the meta device."""
     return {path: module for path, module in model.named_modules() if holds_experts(module)}
 
 

@@ -44,7 +44,7 @@ def load_image_reader(
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
         if value is not None and (reader is None or not reader.set_size(name, value)):
-            raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove it")
+            raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove the setting")
     if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
         raise UserError(
             "dataset.min_pixels={min_pixels}: exceeds dataset.max_pixels={max_pixels}; lower min_pixels".format(**sizes)
@@ -149,7 +149,7 @@ def cache_features(
     """
     inner = find_base_model(model)
     if trains_images(model):
-        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set it to false")
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set cache: false")
     accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[TowerOutput, torch.Tensor | None]:

@@ -211,7 +211,7 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantize codes as one row; on a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
+    """Dequantize codes as one row: on a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )

@@ -41,7 +41,7 @@ class GradientCoverage:
     """Paths of the layers that get a gradient only from sequences of more than `FEW_TOKENS`."""
 
 
-@replaces("linear layers and experts of an empty copy of the model")
+@replaces("linear layers and experts of a copy on the meta device")
 def probe_gradient_coverage(model: Any) -> GradientCoverage:
     """Run a copy of the model to find the layers without a gradient; return an empty result if that fails."""
     config = copy.deepcopy(model.config)

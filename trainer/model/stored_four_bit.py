@@ -73,7 +73,7 @@ class FourBitFormat:
         return GroupedLayout(next(iter(experts), 0), rows, cols, group, scale, *flags)
 
     def scale_bytes(self, shape: Sequence[int]) -> int:
-        """Return the number of bytes of a packed weight in addition to its codes."""
+        """Return the bytes of a packed weight without its codes: scales, zero points, other sections and alignment."""
         return place_sections(self.layout(shape).sections())[1] - torch.Size(shape).numel() // 2
 
 
@@ -263,7 +263,7 @@ class FourBitFiles:
         return value if part == "scales" and not layout.floats else value.view(torch.uint8)
 
     def _find_layout(self, path: str) -> GroupedLayout:
-        """Derive the layout of a layer from its parts. Raises UserError if their shapes or types do not fit."""
+        """Derive the layout of a layer from its parts. Raises UserError if their shapes or types do not match."""
         form, is_float = self._form, self._form.name == "NVFP4"
         first, second, *_ = (*self._shapes[f"{path}.{self._parts['codes']}"], 0, 0)
         columns = {"GPTQ": (second, 8 * first), "AWQ": (8 * second, first)}

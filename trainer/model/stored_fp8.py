@@ -209,7 +209,7 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
 def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> dict[str, tuple[int, ...]]:
     """Return the full-precision shapes by name.
 
-    Raises UserError if scales are missing or do not fit their tensor, or if no tensor is in FP8.
+    Raises UserError if scales are missing or do not match their tensor, or if no tensor is in FP8.
     """
     shapes, types, scales = files.shapes(), files.types(), find_scales(files)
     if not scales and E4M3 not in types.values():

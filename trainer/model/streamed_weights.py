@@ -46,7 +46,7 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 
 
-@replaces("modules and parameters of the empty model")
+@replaces("modules and parameters of a model on the meta device")
 def load_streamed(
     base_model: str,
     section: ModelSection,
@@ -115,9 +115,10 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
 
 @dataclass
 class Filler:
-    """Fills an empty model one module at a time: rank 0 reads the weights, all ranks quantize, partition or shard them.
+    """Fills a model on the meta device one module at a time.
 
-    transformers models keep the dtype of each parameter; other models get all weights in `dtype`.
+    Rank 0 reads the weights; all ranks quantize, partition or shard them. transformers models keep the dtype of each
+    parameter; other models get all weights in `dtype`.
     """
 
     model: Any

@@ -34,7 +34,7 @@ def check_reporters(logging: LoggingSection) -> None:
     for name in logging.report_to:
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"logging.report_to={name}: the package is not installed; run `pip install {name}`, or remove it"
+                f"logging.report_to={name}: the package is not installed; run `pip install {name}`, or remove {name}"
             )
 
 

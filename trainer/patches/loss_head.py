@@ -255,7 +255,7 @@ class TokenLoss:
             return (log_p_KV.exp() * (log_p_KV - base_states)).sum()
 
     def is_in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
-        """Return whether logits are computed from hidden states in chunks; every rank must call it."""
+        """Return whether logits are computed from hidden states in chunks; a collective call."""
         with self._allow_extra_passes(batch, device):
             return self._head is not None
 
@@ -320,8 +320,10 @@ class TokenLoss:
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
         if self._decided is None or self._decided == fused or self._say is None:
             return
-        method = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
-        self._say(f"[yellow]warning:[/yellow] the loss is computed {method}; the memory estimate is off by the logits")
+        problem = "is fused with the output head; the memory estimate includes logits that are not materialized"
+        if self._decided:
+            problem = "materializes all logits, not fused with the output head; the memory estimate omits them"
+        self._say(f"[yellow]warning:[/yellow] the loss {problem}")
 
 
 @replaces("`_disable_adapters` of adapted layers")

@@ -23,7 +23,7 @@ SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "cau
 
 
 def check_packable(model: Any) -> None:
-    """Raise UserError if a loaded or empty model has no layer that `adapter: qlora` can quantize."""
+    """Raise UserError if `adapter: qlora` can quantize no layer of the model, which may be on the meta device."""
     head = model.get_output_embeddings()
     if not any(is_linear(module) for module in model.modules() if module is not head):
         raise UserError(f"adapter=qlora: {type(model).__name__} has no linear layer to quantize; use adapter: lora")

@@ -74,7 +74,10 @@ class ElementwisePlan:
 
 
 def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
-    """Find the code of a loaded or an empty model that our operators can replace, without changing the model."""
+    """Return which norms, MLPs and rotary functions our operators can replace, and why the others cannot be.
+
+    The model is not changed; it may be on the meta device.
+    """
     examined = ElementwisePlan()
     forwards: dict[Any, Forward | str] = {}
     for module in model.modules():
@@ -310,7 +313,7 @@ def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: T
     """Compare results and gradients in fp32 and in the model's dtype; describe the difference, if any.
 
     `run` gets a function that draws normally distributed numbers, and returns our result, the model's result, and their
-    inputs. Empty models are tested on the CPU.
+    inputs. Models on the meta device are tested on the CPU.
     """
     device = torch.device("cpu") if like.is_meta else like.device
     for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _TOLERANCES else torch.float32]):

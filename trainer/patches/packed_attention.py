@@ -77,7 +77,7 @@ def check_attention_supported(section: ModelSection, model: Any) -> None:
 
 
 def check_attention_shareable(size: int, model: Any) -> None:
-    """Raise UserError if a model's attention cannot be divided among `size` ranks; the model may be empty."""
+    """Raise UserError if a model's attention cannot be divided among `size` ranks; meta tensors suffice."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))

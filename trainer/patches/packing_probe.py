@@ -51,7 +51,7 @@ ROUNDING = 0.05
 
 @torch.no_grad()
 def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, base_model: str) -> None:
-    """Raise UserError if logits depend on later tokens (the model is not causal); every rank must call it."""
+    """Raise UserError if logits depend on later tokens (the model is not causal); a collective call."""
     length = sum(LENGTHS)
     tokens = _build_distant_tokens(model, length)
     changed = tokens.clone()
@@ -106,7 +106,7 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
 
 @torch.no_grad()
 def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> str | None:
-    """Make the two answers to a prompt share its keys, or return why the model cannot; every rank must call it.
+    """Make the two answers to a prompt share its keys, or return why the model cannot; a collective call.
 
     Neither answer may see the other, and their logits must be the same as without sharing.
     """
@@ -145,7 +145,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 def check_sequence_parts(
     token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart
 ) -> None:
-    """Raise UserError if the logits of a part differ from those of the full sequence; every rank must call it.
+    """Raise UserError if the logits of a part differ from those of the full sequence; a collective call.
 
     They differ if layers other than attention combine tokens. Such a model cannot be trained on split sequences.
     """

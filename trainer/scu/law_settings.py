@@ -19,7 +19,7 @@ LAW_SETTINGS = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda
 def build_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
     """Build the measure of the adapter's information. Raises UserError if N is not known."""
     if not tokens:
-        raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set it")
+        raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set scu.tokens")
     measure: Measure = "factors" if section.measure == "factors" else "delta"
     return AdapterInformation(
         find_pairs(model), measure, sigma=float(section.sigma), tokens=tokens, flat=find_flat_adapter(model)

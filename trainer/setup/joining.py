@@ -27,10 +27,11 @@ from trainer.tasks.task import Task
 def join_run(
     config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
 ) -> tuple[str, MemoryPlan, Task, int]:
-    """Form the process group, plan memory and steps, and print the decisions; every rank must call it.
+    """Form the process group, plan memory and steps, and print the decisions.
 
-    Returns the precision, the memory plan, the task and the number of steps. The plan has the decisions and the
-    configuration without `auto`. `notes` are those of the loaded configuration. Raises UserError if ranks differ.
+    A collective call; returns the precision, the memory plan, the task and the number of steps. The plan has the
+    decisions and the configuration without `auto`. `notes` are those of the loaded configuration. Raises UserError if
+    ranks differ.
     """
     join_ranks(config, notes, ranks, lock, say)
     precision = resolve_precision(config.training.precision, ranks.device())

@@ -82,7 +82,7 @@ def check_settings(config: RunConfig) -> None:
     on_gpu = {"lora.init": "loftq", "ops.backend": "cuda", "model.attn_implementation": "flex_attention"}
     for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
         if read_switch_value(config, name) == value:
-            raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove it")
+            raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove the setting")
     if config.ops.backend == "cuda" and _uses_operators(config):
         import ops
 

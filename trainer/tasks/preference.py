@@ -70,7 +70,7 @@ class Sums:
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
     def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
-        """Return and reset the averages over all pairs, with `names` in order; every rank must call it."""
+        """Return and reset the averages over all pairs, with `names` in order; a collective call."""
         if not (sums := self.take(training=training)):
             return {}
         prefix = "train" if training else "eval"
@@ -174,7 +174,7 @@ class PreferenceLoss(TokenLoss):
         return _sum_documents(-token_losses * weights, batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
+        """Return the averages over all pairs, and over tokens, since the last call; a collective call."""
         pairs = self._sums.take_averages(PAIR_METRICS, training=training)
         return pairs | self._tokens.take_averages(TOKEN_METRICS, training=training)
 
@@ -285,7 +285,7 @@ def _check_labels(loss: str, part: DataStats, label: str) -> None:
     labeled = part.desirable + part.undesirable
     if loss != "kto" and labeled:
         raise UserError(
-            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; set it to kto"
+            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; use kto"
         )
     if loss == "kto" and labeled < part.pairs:
         raise UserError(
@@ -314,7 +314,7 @@ class PreferenceTask(LanguageTask):
 
     @classmethod
     def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
-        """Raise UserError if the loss of a pair needs an adapter that the run did not keep."""
+        """Raise UserError if the pairs cannot be evaluated because the run did not keep the reference adapter."""
         if not (stats.evaluation or stats).pairs:
             return  # texts or conversations passed with --data
         cls.check_data(config, stats)

@@ -80,7 +80,7 @@ class RewardLoss(TokenLoss):
         return selected_scores[0].float()
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages of REWARDS over all pairs since the last call; every rank must call it."""
+        """Return the averages of REWARDS over all pairs since the last call; a collective call."""
         return self._sums.take_averages(REWARDS, training=training)
 
 

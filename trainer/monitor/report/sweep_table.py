@@ -1,4 +1,4 @@
-"""`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and a page.
+"""`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and an HTML page.
 
 Runs are ranked by their lowest held-out loss or, without held-out data, by the mean training loss of the last tenth.
 Exit code: 0; 1 if a run has no result; 2 for a user error, with one line on stderr.

@@ -115,7 +115,7 @@ class EngineState:
         return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in shards]
 
     def find_mismatch(self, state: dict[str, torch.Tensor]) -> str | None:
-        """Return how the tensors of `state` (from `assemble_state`) differ from this engine's; None if they fit."""
+        """Return how the tensors of `state` (from `assemble_state`) differ from this engine's; None if they match."""
         for name, parameter in self._trained:
             saved = state.get(f"master/{name}")
             if saved is None:
@@ -123,7 +123,7 @@ class EngineState:
             if saved.shape != get_full_shape(parameter):
                 return f"its {name} has shape {list(saved.shape)}, not {list(get_full_shape(parameter))}"
             if missing := [key for key in self._kind.state if f"{key}/{name}" not in state]:
-                return f"its optimizer kept no {missing[0]}, which training.optimizer needs"
+                return f"it has no optimizer state {missing[0]}, which training.optimizer needs"
         more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
         return f"it has {more} more trained tensors than this run" if more else None
 
@@ -161,7 +161,7 @@ class EngineState:
         return exact
 
     def collect_raw(self) -> dict[str, torch.Tensor]:
-        """Return this rank's 8-bit moments (none if they are fp32), which fit only the same partitioning."""
+        """Return this rank's 8-bit moments (none if they are fp32), which only match the same partitioning."""
         moments = {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)

@@ -209,7 +209,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """Return rank 0's result of `compute` on every rank, or raise its UserError on all; every rank must call it."""
+    """Return rank 0's result of `compute` on every rank, or raise its UserError on all; a collective call."""
     answer: T | UserError | None = None
     if ranks.is_main:
         try:

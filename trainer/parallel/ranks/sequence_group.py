@@ -34,7 +34,7 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
-    """Return this rank's part of its sequences, or None if ranks compute full sequences; every rank must call it.
+    """Return this rank's part of its sequences, or None if ranks compute full sequences; a collective call.
 
     Consecutive ranks share a sequence, since they are usually on one host.
     """

@@ -38,7 +38,7 @@ class PublishedShape:
     channels: int
     """Channels of the latents."""
     text: dict[str, Sequence[int]]
-    """Shapes of a caption's conditions."""
+    """Shapes of a caption's conditioning tensors, by name."""
 
 
 @cache
@@ -85,7 +85,7 @@ class Pipeline:
     downsampling: int
     """Pixels per latent, in each direction."""
     text: dict[str, Sequence[int]]
-    """Shapes of a caption's conditions, for a random pipeline."""
+    """Shapes of a caption's conditioning tensors, by name; used by pipelines with random weights."""
 
     @property
     def size_multiple(self) -> int:
