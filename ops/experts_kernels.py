@@ -53,7 +53,7 @@ def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the weight as [E, rows, cols]; a dequantized weight is freed after its matmul."""
+    """Return the weight as [E, rows, cols]. A dequantized weight is freed after its matmul."""
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
         experts_plain.check_packed(tensors[0], E, rows, cols)

@@ -12,7 +12,7 @@ from ops import reference
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return [E, rows, cols] from an `ExpertMatrix`'s tensors; `shape` is (E, rows, cols, block, nested_block)."""
+    """Return [E, rows, cols] from an `ExpertMatrix`'s tensors. `shape` is (E, rows, cols, block, nested_block)."""
     E, rows, cols, block, nested_block = shape
     if storage == "mxfp4":
         weight = reference.dequantize_mxfp4(tensors[0], tensors[1], dtype)

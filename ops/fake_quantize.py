@@ -42,7 +42,7 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fake_quantize(weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize) -> Tensor:
-    """Return Q(W + s B A)[O,I] in the type of W; at most ELEMENTS_AT_ONCE elements exist in fp32 at a time."""
+    """Return Q(W + s B A)[O,I] in the type of W. At most ELEMENTS_AT_ONCE elements exist in fp32 at a time."""
     rounded = torch.empty_like(weight)
     for rows, values, scales in _quantize_rows(weight, down, up, scale, quantize):
         rounded[rows] = dequantize(values, scales, weight.dtype)

@@ -99,7 +99,7 @@ def build_dequantizing_group(
 
 
 def _pack(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
-    """Return the operator's arguments; raises ValueError for weights with blocks of several sizes."""
+    """Return the operator's arguments. Raises ValueError for weights with blocks of several sizes."""
     if any(weight.block != weights[0].block for weight in weights):
         raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
     return [weight.values for weight in weights], [weight.scales for weight in weights], weights[0].block

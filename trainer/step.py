@@ -79,7 +79,7 @@ class StepContext:
 
 
 class StepInFlight:
-    """A launched step; its results are copied from the device while the host launches the next step."""
+    """A launched step. Its results are copied from the device while the host launches the next step."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         """Start copying `numbers`, a vector in fp64 on the device.
@@ -112,7 +112,7 @@ class StepInFlight:
         )  # fmt: skip
 
     def seconds_since(self, earlier: "StepInFlight") -> float:
-        """Return the seconds from the end of an earlier step to the end of this one; both must be finished."""
+        """Return the seconds from the end of an earlier step to the end of this one. Both must be finished."""
         if self._ended is None or earlier._ended is None:
             return self.launched_at - earlier.launched_at
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3

@@ -210,7 +210,7 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove the settings with these prefixes, which have no effect; report an error for negative numbers."""
+        """Remove the settings with these prefixes, which have no effect. Report an error for negative numbers."""
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:
@@ -326,7 +326,7 @@ def split_names(value: Any) -> list[str]:
 
 
 def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], None]) -> Any:
-    """Convert a value to `kind`; report each part that does not match, with its dotted name.
+    """Convert a value to `kind`. Report each part that does not match, with its dotted name.
 
     A kind is a type; `[kind]` for a list; `{key: kind}` for a mapping, in which `*` is any other key and empty values
     are dropped; or a tuple of kinds, from which the one for a mapping, a list or a scalar is chosen.

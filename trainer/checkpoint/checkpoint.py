@@ -45,7 +45,7 @@ class RankState:
 
     @classmethod
     def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
-        """Queue copies of everything except `state`; the copies are valid after `copies.wait()`."""
+        """Queue copies of everything except `state`. The copies are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.collect_pieces()
         if pieces is not None:

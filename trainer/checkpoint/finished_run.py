@@ -39,7 +39,7 @@ BASE_MODEL_HELP = "location of the base model, if it was moved"
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run; `folder` contains the adapter and is `run_dir` or a checkpoint in it."""
+    """A finished run. `folder` contains the adapter and is `run_dir` or a checkpoint in it."""
 
     folder: Path
     run_dir: Path
@@ -57,7 +57,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, base_model_help: str) -> 
 def find_run(
     folder: Path, base_model: str | None = None, *, needs_base: bool = True, allow_mismatch: bool = False
 ) -> FinishedRun:
-    """Return the run in `folder`, an output folder or checkpoint; `base_model` replaces the recorded base model.
+    """Return the run in `folder`, an output folder or checkpoint. `base_model` replaces the recorded base model.
 
     Raises UserError if the folder contains no run or adapter, its configuration cannot be read, the base model's folder
     is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
@@ -120,7 +120,7 @@ def _check_adapter(folder: Path, run_dir: Path) -> None:
 
 
 def _read_config(run_dir: Path) -> RunConfig:
-    """Return the run's settings; paths that exist relative to the run's working directory become absolute."""
+    """Return the run's settings. Paths that exist relative to the run's working directory become absolute."""
     path = run_dir / CONFIG
     settings = read_json(path)
     started_in = check_type(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
@@ -151,7 +151,7 @@ def load_saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the plain-text prompt format, or None for the chat template; `raw` and `chat` override the run's."""
+    """Return the plain-text prompt format, or None for the chat template. `raw` and `chat` override the run's."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:

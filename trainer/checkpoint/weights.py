@@ -66,7 +66,7 @@ def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path)
 def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Gather full weights by name on the CPU of rank 0, one tensor at a time; other ranks return an empty dict.
+    """Gather full weights by name on the CPU of rank 0, one tensor at a time. Other ranks return an empty dict.
 
     `copy(name, tensor)` copies a tensor to the CPU. A collective call.
     """

@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model; unless the base model is needed too (`both`), merge the adapter or fuse it."""
+    """Load the trained model. Unless the base model is needed too (`both`), merge the adapter or fuse it."""
     model = load_trained_model(run, tokenizer, default_device())
     if both:
         return model
@@ -122,7 +122,7 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
 def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
-    """Yield prompts with their token ids; report prompts that cannot be answered, and add them to `failed`."""
+    """Yield prompts with their token ids. Report prompts that cannot be answered, and add them to `failed`."""
     for prompt in map(replace_invalid, prompts):
         try:
             row = encode(prompt)

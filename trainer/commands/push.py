@@ -30,7 +30,7 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write acces
 
 
 def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Write the files to upload to `folder`, and the model card also to the adapter's folder; return them sorted."""
+    """Write the files to upload to `folder`, and the model card also to the adapter's folder. Return them sorted."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     get_adapter_class(run).write_upload_files(run, folder)
@@ -56,7 +56,7 @@ def read_records(run: FinishedRun) -> list[Record]:
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Create the repository if necessary and commit `folder` to it; return its URL.
+    """Create the repository if necessary and commit `folder` to it. Return its URL.
 
     Raises UserError if the Hub is unreachable or rejects the upload; the message contains no part of the token.
     """

@@ -65,7 +65,7 @@ def resolve_network_bandwidth(planner: Planner, arguments: argparse.Namespace) -
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """Parse a number with one of `units`, such as `50GB/s`; return None if it is invalid."""
+    """Parse a number with one of `units`, such as `50GB/s`. Return None if it is invalid."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
     unit = units.get(match[2].upper()) if match else None
     return None if match is None or unit is None else float(match[1]) * unit

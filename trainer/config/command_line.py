@@ -18,7 +18,7 @@ _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split a `name=value` override and convert the value to the setting's type; strings need no quotes.
+    """Split a `name=value` override and convert the value to the setting's type. Strings need no quotes.
 
     Raises UserError if the override has another syntax or an unclosed bracket.
     """

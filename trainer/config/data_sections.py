@@ -1,4 +1,4 @@
-"""The settings of training and held-out data; the text under a field is its documentation."""
+"""The settings of training and held-out data. The text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 

@@ -82,7 +82,7 @@ _PATH_FIXES = {
 
 
 def convert_path_error(error: OSError) -> UserError | None:
-    """Convert an OSError about permissions or an invalid path to a UserError; return None for other errors.
+    """Convert an OSError about permissions or an invalid path to a UserError. Return None for other errors.
 
     Any file operation may raise such an error, so commands convert it in one place instead of checking every path.
     """
@@ -130,7 +130,7 @@ def join_choices(choices: Iterable[str]) -> str:
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """Format a value as YAML on one printable line; long values are cut in the middle."""
+    """Format a value as YAML on one printable line. Long values are cut in the middle."""
     if value is None:
         return "none"
     if isinstance(value, bool):

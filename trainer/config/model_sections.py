@@ -1,4 +1,4 @@
-"""The settings of the base model, its adapter and its quantization; the text under a field is its documentation."""
+"""The settings of the base model, its adapter and its quantization. The text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 

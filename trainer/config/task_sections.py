@@ -1,4 +1,4 @@
-"""Task-specific settings: preferences, rewards and images; the text under a field is its documentation."""
+"""Task-specific settings: preferences, rewards and images. The text under a field is its documentation."""
 
 import math
 from typing import Annotated, Any, Literal

@@ -53,7 +53,7 @@ def _parse_layer_names(value: Any) -> Any:
 
 
 def check_regex(text: str) -> str:
-    """Return `text` if it is a valid regular expression; raises ValueError otherwise."""
+    """Return `text` if it is a valid regular expression. Raises ValueError otherwise."""
     try:
         re.compile(text)
     except re.error as error:

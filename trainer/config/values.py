@@ -47,7 +47,7 @@ def is_null(annotation: Any, value: str) -> bool:
 
 
 def parse_value(annotation: Any, value: Any) -> Any:
-    """Convert a value to the type of its setting; raises ValueError for a boolean written as `yes` or 1."""
+    """Convert a value to the type of its setting. Raises ValueError for a boolean written as `yes` or 1."""
     types = list_accepted_types(annotation)
     is_number = bool(types & {int, float})
     if isinstance(value, bool):

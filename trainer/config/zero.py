@@ -41,7 +41,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def gathers_by_layer(config: RunConfig) -> bool:
-    """Return whether our code shards and gathers the base model per layer; DeepSpeed's engine is then at stage 2."""
+    """Return whether our code shards and gathers the base model per layer. DeepSpeed's engine is then at stage 2."""
     return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_problem(config) is None
 
 

@@ -1,4 +1,4 @@
-"""Read the rank of a process from the variables of its launcher; choose the addresses and ports of a run.
+"""Read the rank of a process from the variables of its launcher. Choose the addresses and ports of a run.
 
 | started by                           | rank                 | ranks                 | rank on its host           |
 |--------------------------------------|----------------------|-----------------------|----------------------------|

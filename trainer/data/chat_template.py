@@ -85,7 +85,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
     ) -> MarkedChat:
-        """Render numbered messages; return the text with the spans of turns and, if `texts`, of their contents."""
+        """Render numbered messages. Return the text with the spans of turns and, if `texts`, of their contents."""
         if not messages:
             return read_marks("")
         chat = [mark_message(message) if texts else message for message in messages]
@@ -274,7 +274,7 @@ class ChatTemplate:
         return self._match_token_before(text, start, start + len(text[start:end].rstrip()))
 
     def find_token_after(self, text: str, at: int) -> tuple[str, int]:
-        """Return the added token at `at`, after any whitespace, and its end; return ("", at) if there is none."""
+        """Return the added token at `at`, after any whitespace, and its end. Return ("", at) if there is none."""
         begin = len(text) - len(text[at:].lstrip())
         token = self._match_token_at(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)

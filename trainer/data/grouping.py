@@ -267,7 +267,7 @@ def _concatenate(parts: Sequence[Index]) -> Index:
 
 
 def pack_best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack documents into packs of at most `capacity` tokens; return the indices of the documents of each pack.
+    """Pack documents into packs of at most `capacity` tokens. Return the indices of the documents of each pack.
 
     Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the minimum
     number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing

@@ -320,7 +320,7 @@ def parse_split_names(split: str, label: str) -> list[str]:
 def read_split(
     split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
 ) -> "Dataset | IterableDataset":
-    """Return the records of a split; `read(name)` reads one split completely. Raises UserError for an empty part."""
+    """Return the records of a split. `read(name)` reads one split completely. Raises UserError for an empty part."""
     from datasets import concatenate_datasets
 
     names = parse_split_names(split, label)
@@ -355,7 +355,7 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
 
 
 def disable_retries_without_network(name: str) -> None:
-    """Disable retries if the Hub cannot be reached; call this before looking up `name` on the Hub.
+    """Disable retries if the Hub cannot be reached. Call this before looking up `name` on the Hub.
 
     huggingface_hub would try each file six times within 23 s, even if it is cached.
     """

@@ -1,4 +1,4 @@
-"""Compute the number of optimizer steps of a run, and the global batch; used by `validate`, `estimate` and training."""
+"""Compute the number of optimizer steps of a run, and the global batch, for `validate`, `estimate` and training."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
 
 
 def compute_steps_per_epoch(samples: int, global_batch_size: int) -> int:
-    """Return the number of optimizer steps in an epoch; the last step may be incomplete."""
+    """Return the number of optimizer steps in an epoch. The last step may be incomplete."""
     return -(-samples // global_batch_size)
 
 

@@ -46,7 +46,7 @@ def stream_samples(
     rank: int = 0,
     gather: Gather | None = None,
 ) -> "MixedStream | PackedStream":
-    """Return the samples of one pass, from the beginning or from `state`; `gather` is None for a single rank."""
+    """Return the samples of one pass, from the beginning or from `state`. `gather` is None for a single rank."""
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
@@ -156,7 +156,7 @@ class SourceStream:
 
 
 class MixedStream:
-    """Draws documents from sources by weight; a source that ends restarts until all have ended once."""
+    """Draws documents from sources by weight. A source that ends restarts until all have ended once."""
 
     def __init__(
         self,

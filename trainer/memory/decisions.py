@@ -113,7 +113,7 @@ class Decisions:
 
 
 def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
-    """Return the decisions for a configuration with zero.stage resolved; `model` is None if it could not be built."""
+    """Return the decisions for a configuration with zero.stage resolved. `model` is None if it could not be built."""
     own_elementwise = _choose_elementwise(config, machine)
     norms, swiglu, rotary = (_choose_kernels(part, model, own_elementwise) for part in PARTS)
     zero = resolve_engine_zero(config)

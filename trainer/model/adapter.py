@@ -217,7 +217,7 @@ def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
-    """Raise UserError if the rows of new tokens cannot be trained; the model may be on the meta device."""
+    """Raise UserError if the rows of new tokens cannot be trained. The model may be on the meta device."""
     layers = find_token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return

@@ -91,7 +91,7 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that follows an answer in the chat template, or None; it may start the next turn."""
+    """Return the token that follows an answer in the chat template, or None. It may start the next turn."""
     source = load_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

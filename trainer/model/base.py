@@ -86,7 +86,7 @@ def _scale_rope(scaling: RopeScaling, text: Any) -> None:
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
-    """Check the headers of local weight files against the model; return warnings about unused tensors.
+    """Check the headers of local weight files against the model. Return warnings about unused tensors.
 
     Raises UserError if a file is damaged or missing, or the weights do not match the model.
     """
@@ -105,7 +105,7 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
 
 @replaces("`legacy` in the saved settings of a tokenizer")
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
-    """Load the tokenizer; add the tokens of `model.added_tokens` and, if it lacks one, a padding token."""
+    """Load the tokenizer. Add the tokens of `model.added_tokens` and, if it lacks one, a padding token."""
     name = section.tokenizer or base_model
     tokenizer = build_byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
@@ -137,7 +137,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
 
 
 def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
-    """Set a padding token if the tokenizer has none; any token works, because padding is masked by position."""
+    """Set a padding token if the tokenizer has none. Any token works, because padding is masked by position."""
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
             raise UserError(

@@ -34,7 +34,7 @@ LOAD_BALANCING = "load_balancing_loss_func"
 
 
 def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
-    """Return the paths of the expert tensors that get an adapter; `outside_text` is a pattern of paths to omit."""
+    """Return the paths of the expert tensors that get an adapter. `outside_text` is a pattern of paths to omit."""
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
@@ -162,7 +162,7 @@ def check_experts_per_token(base_model: str, model: Any) -> None:
 
 
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
-    """Raise UserError if the load-balancing loss is set but no router is trained; `lora` is None in full training."""
+    """Raise UserError if the load-balancing loss is set but no router is trained. `lora` is None in full training."""
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return

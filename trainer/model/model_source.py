@@ -47,7 +47,7 @@ class QuantizationKeys:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Declares the keys of config.json that we read; transformers reads the rest."""
+    """Declares the keys of config.json that we read. transformers reads the rest."""
 
     num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None = None
     model_type: str | None = None

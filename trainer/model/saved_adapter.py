@@ -109,7 +109,7 @@ def _describe_misfit(error: Exception) -> str:
 
 
 def build_empty_base(base: Any) -> Any:
-    """Build the unchanged base model on the meta device; `base` may be patched, partitioned or quantized.
+    """Build the unchanged base model on the meta device. `base` may be patched, partitioned or quantized.
 
     Call it in the main thread, because libraries replace torch's functions for all threads while it runs.
     """

@@ -24,7 +24,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 
 
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
-    """Check the headers of the files against the model; return warnings about unused tensors.
+    """Check the headers of the files against the model. Return warnings about unused tensors.
 
     Raises UserError, prefixed with `setting`, if weights are missing or have the wrong shape, if config.json does not
     declare their quantization, or if entire layers are unused.
@@ -58,7 +58,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 
 
 def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
-    """Check transformers' loading info (`output_loading_info`); returns and raises as `check_weights_fit` does."""
+    """Check transformers' loading info (`output_loading_info`). Returns and raises as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
         # A language model's checkpoint has an output head instead of a score head.

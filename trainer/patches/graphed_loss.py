@@ -126,7 +126,7 @@ class GraphedLoss:
         return fraction
 
     def drop(self, reason: str = "") -> None:
-        """Free all graphs and their memory; if a reason is given, use no graphs from now on."""
+        """Free all graphs and their memory. If a reason is given, use no graphs from now on."""
         if reason and not self.off_reason:
             self.off_reason = reason
             self._say(f"CUDA graphs: off: {escape(reason)}")
@@ -216,5 +216,5 @@ def _describe_first_error(error: BaseException) -> str:
 
 @replaces("the model's forward in a replayed micro-step")
 def replace_forward(module: Any, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace the module's forward within the block; its hooks still run."""
+    """Replace the module's forward within the block. Its hooks still run."""
     return overridden((module, "forward", forward))

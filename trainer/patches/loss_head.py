@@ -86,7 +86,7 @@ class TokenLoss:
     def compute_by_part(
         self, model: Any, batch: MicroBatch, device: torch.device, parts: Sequence[int] | None
     ) -> torch.Tensor:
-        """Return the loss sum of each part of the batch [N]; `parts` lists the number of targets per part, in order.
+        """Return the loss sum of each part of the batch [N]. `parts` lists the number of targets per part, in order.
 
         No matmul combines targets of different parts. With `parts=None`, returns the sum over the batch as a scalar.
         """
@@ -135,7 +135,7 @@ class TokenLoss:
         return self._compute(lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return additional metrics to log; this loss has none."""
+        """Return additional metrics to log. This loss has none."""
         return {}
 
     @property
@@ -306,7 +306,7 @@ class TokenLoss:
         return torch.stack(rows).double()
 
     def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits [B, K, V] at K positions; return them and their targets [B, K] on the device."""
+        """Compute logits [B, K, V] at K positions. Return them and their targets [B, K] on the device."""
         inputs, targets = self._build_inputs(batch, device)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
@@ -362,7 +362,7 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy tensors to the device asynchronously from pinned memory; return other values unchanged."""
+    """Copy tensors to the device asynchronously from pinned memory. Return other values unchanged."""
     if isinstance(value, dict):
         return {name: to_device(item, device) for name, item in value.items()}
     if isinstance(value, TowerOutput):

@@ -65,7 +65,7 @@ class ElementwisePlan:
         ]
 
     def find_reasons(self) -> dict[str, str]:
-        """Return, for each of PARTS, why it is not replaced everywhere; the reason is empty if it is."""
+        """Return, for each of PARTS, why it is not replaced everywhere. The reason is empty if it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known type" for part, count in parts.items()}
         for name, reason in self.rejected:
@@ -125,7 +125,7 @@ def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 
 @replaces("the forward of adapted layers, to recompute their inputs")
 def install_input_recomputation(model: nn.Module, exclude: Sequence[nn.Module] = ()) -> int:
-    """Make adapted layers outside `exclude` recompute their inputs instead of keeping them; return their number."""
+    """Make adapted layers outside `exclude` recompute their inputs instead of keeping them. Return their number."""
     from peft.tuners.lora import LoraLayer
 
     excluded = {module for part in exclude for module in part.modules()}

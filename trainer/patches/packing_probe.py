@@ -76,7 +76,7 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 
 
 def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
-    """Make the model separate the documents of a pack; return whether packs must be one row. Every rank must call it.
+    """Make the model separate the documents of a pack. Return whether packs must be one row. Every rank must call it.
 
     Layers that carry state from one document to the next are changed to compute each document separately. A model that
     ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises UserError if a
@@ -188,7 +188,7 @@ class _Probe:
         self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each document separately; return a remaining problem.
+        """Make layers that carry state across documents compute each document separately. Return a remaining problem.
 
         These layers keep using their kernels if the kernels separate documents.
         """

@@ -106,7 +106,7 @@ class PreferenceLoss(TokenLoss):
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of the batch's pairs and their losses [P]; record metrics."""
+        """Return the log-probabilities of the batch's pairs and their losses [P]. Record metrics."""
         needed = self.has_reference and batch.reference is None
         return self.score(*self.measure(model, batch, device, with_reference=needed), batch)
 
@@ -125,7 +125,7 @@ class PreferenceLoss(TokenLoss):
         return measures, states is not None
 
     def score(self, measures: torch.Tensor, has_divergence: bool, batch: PairBatch) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of pairs and their losses [P], given the result of `measure`; record metrics."""
+        """Return the log-probabilities of pairs and their losses [P], given the result of `measure`. Record metrics."""
         counts, device, reference = batch.document_targets, measures.device, measures.new_zeros(1)
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
@@ -180,7 +180,7 @@ class PreferenceLoss(TokenLoss):
 
 
 class KtoLoss(PreferenceLoss):
-    """KTO (Ethayarajh et al. 2024), summed over labeled answers; a row's second document has a mismatched answer.
+    """KTO (Ethayarajh et al. 2024), summed over labeled answers. A row's second document has a mismatched answer.
 
     The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, clamped
     at 0 and detached.
@@ -251,7 +251,7 @@ def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
 
 
 def _read_labels(batch: PairBatch) -> torch.Tensor:
-    """Return whether the first answer of each row is desirable, bool [P]; batches store this as its weight."""
+    """Return whether the first answer of each row is desirable, bool [P]. Batches store this as its weight."""
     counts = batch.document_targets
     firsts = (counts.cumsum(0) - counts)[::2]
     return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
@@ -298,7 +298,7 @@ def _check_labels(loss: str, part: DataStats, label: str) -> None:
 
 
 class PreferenceTask(LanguageTask):
-    """Language models trained on pairs; a sample is a pair, or a pack of pairs."""
+    """Language models trained on pairs. A sample is a pair, or a pack of pairs."""
 
     pairs = True
     predicts_time = False

@@ -100,7 +100,7 @@ def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
 
 
 class RewardTask(LanguageTask):
-    """Language models with a score head; a sample is a pair, or a pack of pairs."""
+    """Language models with a score head. A sample is a pair, or a pack of pairs."""
 
     title = "a reward model"
     pairs = True

@@ -20,7 +20,7 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `form` to `output`; return lines to print."""
+    """Write the run's adapter in format `form` to `output`. Return lines to print."""
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} needs a file; use --output {output / FILES[form]}")
     check_output(output)

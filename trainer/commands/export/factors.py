@@ -84,7 +84,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
 
 
 def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
-    """Return the factors by layer path in the model; the adapter is loaded into `adapted`, a copy of the model.
+    """Return the factors by layer path in the model. The adapter is loaded into `adapted`, a copy of the model.
 
     The file may use the model's names or the checkpoint's. Raises UserError if a tensor is missing or does not match.
     """

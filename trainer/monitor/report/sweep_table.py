@@ -25,7 +25,7 @@ TAIL_DIVISOR = 10
 
 @dataclass(frozen=True)
 class RunResult:
-    """Holds the result of one run, ranked by its `loss` at `step`; `loss` is None if the run has no result."""
+    """Holds the result of one run, ranked by its `loss` at `step`. `loss` is None if the run has no result."""
 
     folder: Path
     held_out: Series

@@ -173,7 +173,7 @@ class EngineState:
         return moments | {"positions": self._hash_positions()} if moments else {}
 
     def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
-        """Restore this rank's 8-bit moments; if the partitioning differs, change nothing and return False."""
+        """Restore this rank's 8-bit moments. If the partitioning differs, change nothing and return False."""
         if raw and not torch.equal(raw["positions"], self._hash_positions()):
             return False
         for name in raw.keys() - {"positions"}:
@@ -201,7 +201,7 @@ class EngineState:
         return max((int(float(step)) for step in steps), default=0)
 
     def _read_dense(self, holder: torch.Tensor) -> Dense:
-        """Return a holder's weights and moments as flat fp32 views; 8-bit moments are dequantized copies."""
+        """Return a holder's weights and moments as flat fp32 views. 8-bit moments are dequantized copies."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
         for quantity, (values, scales, codes) in self._eight_bit.items():

@@ -71,7 +71,7 @@ def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Sums a tensor over a group; the backward pass sums the ranks' parts of its gradient."""
+    """Sums a tensor over a group. The backward pass sums the ranks' parts of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

@@ -72,7 +72,7 @@ class VaeSettings:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline before its weights are read; `folder` is None for random weights."""
+    """A pipeline before its weights are read. `folder` is None for random weights."""
 
     base_model: str
     family: Family
@@ -165,7 +165,7 @@ class Pipeline:
 
     @cached_property
     def encoders_digest(self) -> str:
-        """Hash of the VAE and the text encoders; the pipeline's name if they are random."""
+        """Hash of the VAE and the text encoders, or the pipeline's name if they are random."""
         if self.folder is None:
             return self.base_model
         digest = xxhash.xxh3_128()

@@ -111,7 +111,7 @@ def _read_caption(file: Path, default: str | None) -> str | None:
 
 
 def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
-    """Read captions by file name, like the `imagefolder` loader of datasets; `names` are the image files."""
+    """Read captions by file name, like the `imagefolder` loader of datasets. `names` are the image files."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
         rows = read_raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()

@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class ImageTask(Task):
-    """Diffusers pipelines; a sample is an image with its caption."""
+    """Diffusers pipelines. A sample is an image with its caption."""
 
     title = "an image model"
     counted = ("images",)
