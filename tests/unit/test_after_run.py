@@ -220,7 +220,7 @@ BAD_ARGUMENTS = [
     (generate, ["RUN", "x", "--temperature", "-1"], "--temperature=-1.0: must be 0 or more"),
     (generate, ["RUN", "x", "--temperature", "inf"], "--temperature=inf: must be 0 or more"),
     (generate, ["RUN", "x", "--top-p", "0"], "--top-p=0.0: must be above 0"),
-    (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, and the model.s context is 256"),
+    (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, but the context is 256"),
     (generate, ["RUN", ""], "PROMPT: empty"),
     (generate, ["RUN", "first", "  "], "PROMPT: empty"),
     (generate, ["TMP/none", "x"], "no such folder"),

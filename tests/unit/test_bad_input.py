@@ -324,7 +324,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
     "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is truncated or damaged",),
     "lora.adapter_path=./nan-adapter": ("./nan-adapter: q_proj.lora_A.weight is not finite; use an earlier",),
-    "lora.adapter_path=./int-adapter": ("./int-adapter: q_proj.lora_A.weight is int8; use an adapter in 16",),
+    "lora.adapter_path=./int-adapter": ("./int-adapter: q_proj.lora_A.weight is int8; use a 16-bit or fp32 adapter",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
     "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),
