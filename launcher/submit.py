@@ -54,7 +54,7 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
 def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
     """Raise UserError if `ranks` is set together with GPUs, or if no step fits into `time` before `grace`."""
     if gpus and ranks is not None:
-        raise UserError("--ranks-per-node: must not be set with GPUs; remove it, or add --gpus-per-node 0")
+        raise UserError("--ranks-per-node: must not be set with GPUs; remove the option, or add --gpus-per-node 0")
     limit_s = parse_time_limit(time)
     if limit_s is not None and limit_s < grace + SIGNAL_LEAD_S + MIN_TRAINING_S:
         raise UserError(
@@ -165,7 +165,7 @@ def submit(
 
 def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
     if shutil.which("sbatch") is None:
-        raise UserError("zerolora submit: sbatch is missing; run it on the cluster's login node, or add --dry-run")
+        raise UserError("zerolora submit: sbatch is missing; run this on the cluster's login node, or add --dry-run")
     # SAFE_PATH is only for our own processes: scripts of the user may import modules next to them.
     environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
     missing = [path for path in (*files, *script.parents) if not path.exists()]

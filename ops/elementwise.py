@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     x [..., D], weight [D] of the same type. With offset 0 the normalized value is rounded to the type of x before it is
     multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. Zhang and Sennrich 2019,
-    https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types that do not fit, and in the backward pass
+    https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types that do not match, and in the backward pass
     for a weight that requires a gradient.
     """
     return _NORM(x, weight, eps, offset)[0]
@@ -50,7 +50,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
     q [B, H, T, D] and k [B, H', T, D] of any strides, cos and sin [B or 1, T, R], all of one type; elements past R pass
     unchanged. The results are stored as [B, T, H, D], the layout that attention reads. Su et al. 2021,
-    https://arxiv.org/abs/2104.09864. Raises ValueError for shapes and types that do not fit.
+    https://arxiv.org/abs/2104.09864. Raises ValueError for shapes and types that do not match.
     """
     return _ROPE(q, k, cos, sin)
 
@@ -115,7 +115,7 @@ def _compute_gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Ten
 def _compute_gated_backward(
     activation: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor], *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up; the activation is rounded before it is multiplied by `grad`."""
+    """Return the gradients of gate and up. The activation is rounded before it is multiplied by `grad`."""
     (grad, gate, up), dtype = map(_upcast, tensors), tensors[1].dtype
     rounded = _upcast(activation(gate).to(dtype))
     return derive(grad * up, gate).to(dtype).contiguous(), (grad * rounded).to(dtype).contiguous()

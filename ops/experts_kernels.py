@@ -53,7 +53,7 @@ def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the weight as [E, rows, cols]; a dequantized weight is freed after its matmul."""
+    """Return the weight as [E, rows, cols]. A dequantized weight is freed after its matmul."""
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
         experts_plain.check_packed(tensors[0], E, rows, cols)
@@ -213,7 +213,10 @@ def _compute_factor_gradient(
 
 
 def _compute_bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
-    """Return dy.bias of every pair, selected from the dot products of all tokens with the biases of all experts."""
+    """Return the dot product of each (token, expert) pair's output gradient and its expert's bias, fp32 [N K].
+
+    Multiplies all tokens with all biases, then selects the pairs.
+    """
     row = torch.arange(order.numel(), device=order.device)
     expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs without an expert
     wide = torch.nn.functional.pad(grad.float() @ bias.float().t(), (0, 1))

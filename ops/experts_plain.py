@@ -12,7 +12,7 @@ from ops import reference
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return [E, rows, cols] from an `ExpertMatrix`'s tensors; `shape` is (E, rows, cols, block, nested_block)."""
+    """Return [E, rows, cols] from an `ExpertMatrix`'s tensors. `shape` is (E, rows, cols, block, nested_block)."""
     E, rows, cols, block, nested_block = shape
     if storage == "mxfp4":
         weight = reference.dequantize_mxfp4(tensors[0], tensors[1], dtype)
@@ -35,7 +35,7 @@ def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[
             raise ValueError(f"experts are {weight.dtype}, hidden is {dtype}: convert one of them")
     if tuple(weight.shape) != (E, rows, cols):
         raise ValueError(
-            f"experts {tuple(weight.shape)}: expected [{E}, {rows}, {cols}]; under ZeRO-3 gather them first"
+            f"experts {tuple(weight.shape)}: expected [{E}, {rows}, {cols}]; under ZeRO-3 gather the parameter first"
         )
     return weight
 
@@ -45,7 +45,7 @@ def check_packed(packed: Tensor, E: int, rows: int, cols: int) -> None:
     size = packed.numel() * packed.element_size()
     if size * 2 < E * rows * cols:
         raise ValueError(
-            f"packed experts of {size} bytes for [{E}, {rows}, {cols}]: {E * rows * cols // 2} are needed;"
+            f"packed experts have {size} bytes, but [{E}, {rows}, {cols}] needs {E * rows * cols // 2};"
             " under ZeRO-3 gather the parameter first"
         )
 

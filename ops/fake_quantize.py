@@ -8,7 +8,7 @@ a scale.
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)
     dB = s dY^T ((m*x) A^T)                               dA = s (dY B)^T (m*x)
 
-The derivative of Q is taken to be 1 (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432), which fits
+The derivative of Q is taken to be 1 (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432), as for
 scales that clip no weight, so dM = dY^T x is never formed. The effect of dropout is added separately with a mean of 0
 over masks, so the quantized weight is the one to be served. Only x and the parameters are saved for the backward;
 Q(M) and the mask are recomputed.
@@ -42,7 +42,7 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fake_quantize(weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize) -> Tensor:
-    """Return Q(W + s B A)[O,I] in the type of W; at most ELEMENTS_AT_ONCE elements exist in fp32 at a time."""
+    """Return Q(W + s B A)[O,I] in the type of W. At most ELEMENTS_AT_ONCE elements exist in fp32 at a time."""
     rounded = torch.empty_like(weight)
     for rows, values, scales in _quantize_rows(weight, down, up, scale, quantize):
         rounded[rows] = dequantize(values, scales, weight.dtype)

@@ -60,7 +60,7 @@ class LossKind:
         return self.parameter if self.name == "label_smoothing" else 0.0
 
     def summarize_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
-        """Compute the statistic of the logits [C] that `weigh` needs; return None if it needs none."""
+        """Compute the statistic of the logits [C] that `weigh` needs. Return None if it needs none."""
         if self.name == "eaft":
             top = logits_CV.topk(min(EAFT_TOKENS, logits_CV.shape[1])).values.float()
             return torch.special.entr(top.softmax(1)).sum(1).div_(EAFT_NATS).pow_(self.parameter)
@@ -102,7 +102,7 @@ def sum_token_losses(
     Differentiable in `hidden` and `rows.values`.
 
     hidden [K, H], weight [V, H] frozen, targets [K], w = `token_weights` [K] fp32 (None: 1); a row with a negative
-    target is ignored. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not fit and for a
+    target is ignored. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not match and for a
     weight that requires a gradient.
     """
     two_d = hidden.dim() == 2 and weight.dim() == 2
@@ -144,7 +144,7 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return every token's MEASURES in nats, fp32 [5, K]; without `base_hidden` [K, H], the base model's are 0.
+    """Return every token's MEASURES in nats, fp32 [5, K]. Without `base_hidden` [K, H], the base model's are 0.
 
     The other arguments are as in `sum_token_losses`, with targets of at least 0. Only LOSS is differentiable, in
     `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
@@ -291,7 +291,7 @@ def sum_divergences(
 
     hidden, base_hidden [K, H], weight [V, H]; weight and base_hidden are frozen, and q is computed without the trained
     `rows`. The gradients, with g = p (ln p - ln q - KL), are computed chunk by chunk in the forward pass, as in
-    `sum_token_losses`. Raises ValueError for shapes that do not fit.
+    `sum_token_losses`. Raises ValueError for shapes that do not match.
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(
@@ -361,7 +361,7 @@ def _scale_gradient(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
 def _compute_chunk(
     kind: LossKind, logits_CV: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, scale: float | None
 ) -> None:
-    """Write the rows' weighted losses; unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write the rows' weighted losses. Unless `scale` is None, overwrite the logits with their scaled gradient."""
     statistic = kind.summarize_logits(logits_CV, targets)
     if logits_CV.device.type == "cuda":
         from ops.head_kernel import cross_entropy_rows  # only torch's CUDA builds include triton
@@ -385,7 +385,7 @@ def _compute_chunk(
 
 
 def _compute_cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    """Write the losses of the rows; unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write the losses of the rows. Unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
     chosen, counted = targets.clamp(min=0)[:, None], targets >= 0
     losses.copy_(-log_probabilities.gather(1, chosen).squeeze(1)).masked_fill_(~counted, 0.0)
@@ -396,7 +396,7 @@ def _compute_cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: 
 
 
 def _compute_divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    """Write the divergences of the rows; unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write the divergences of the rows. Unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
     difference_CV = log_p_CV - torch.log_softmax(base_CV.float(), dim=1)
     p_CV = log_p_CV.exp_()

@@ -34,7 +34,7 @@ class Nf4Weight:
 
     @staticmethod
     def from_parameter(parameter: Any) -> "Nf4Weight":
-        """Wrap a quantized bitsandbytes `Params4bit`; raises ValueError for another 4-bit format."""
+        """Wrap a quantized bitsandbytes `Params4bit`. Raises ValueError for another 4-bit format."""
         state = parameter.quant_state
         if state is None or state.quant_type != "nf4":
             problem = "not quantized yet" if state is None else f"quant_type={state.quant_type}"
@@ -58,7 +58,7 @@ def _dequantize(op: Any) -> list[Tensor]:
 
 
 def _pack(x: Tensor, weights: Sequence[Nf4Weight]) -> tuple[Any, ...]:
-    """Return the operator's arguments; raises ValueError for weights that do not fit x or one another."""
+    """Return the operator's arguments. Raises ValueError for weights that do not match x or one another."""
     first = weights[0]
     for weight in weights:
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:

@@ -33,7 +33,7 @@ class ScaledWeight:
 def check_weights(
     x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], block: Sequence[int] | None = None
 ) -> None:
-    """Raise ValueError unless 8-bit weights fit x and have a scale for each block (without `block`, for each row)."""
+    """Raise ValueError unless 8-bit weights match x and have a scale for each block (without `block`, for each row)."""
     for value, scale in zip(values, scales, strict=True):
         if value.dim() != 2 or value.shape[1] != x.shape[-1]:
             raise ValueError(
@@ -99,7 +99,7 @@ def build_dequantizing_group(
 
 
 def _pack(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
-    """Return the operator's arguments; raises ValueError for weights with blocks of several sizes."""
+    """Return the operator's arguments. Raises ValueError for weights with blocks of several sizes."""
     if any(weight.block != weights[0].block for weight in weights):
         raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
     return [weight.values for weight in weights], [weight.scales for weight in weights], weights[0].block

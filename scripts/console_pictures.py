@@ -84,7 +84,7 @@ def draw(command: str, lines: list[str]) -> str:
 
 
 def make_hub_cache(folder: Path, cache: Path) -> None:
-    """Make a hub cache in which the demo's model has its published name."""
+    """Make a Hub cache in which the demo's model has its published name."""
     repository = folder / "hub" / f"models--{HUB_NAME.replace('/', '--')}"
     revision = "0" * 40
     (repository / "refs").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face hub's interface that a download of one model needs, on this machine."""
+"""The part of the Hugging Face Hub's interface that a download of one model needs, on this machine."""
 
 import hashlib
 import json

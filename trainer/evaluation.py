@@ -34,7 +34,7 @@ class Evaluation:
         self._task, self._engine, self._loss, self._say = task, engine, loss, say
 
     def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
-        """Return `training.best_metric`, negated if higher is better, and all metrics; every rank must call it.
+        """Return `training.best_metric`, negated if higher is better, and all metrics; a collective call.
 
         The `first` evaluation also measures the base model's scores.
         """
@@ -58,7 +58,7 @@ class Evaluation:
 
     @phase("evaluate")
     def measure_loss(self) -> tuple[float, dict[str, float]]:
-        """Return the held-out loss per target and metrics derived from it; every rank must call it."""
+        """Return the held-out loss per target and metrics derived from it; a collective call."""
         loss = self.compute_held_out_loss()
         if not math.isfinite(loss):
             self._say(
@@ -69,14 +69,14 @@ class Evaluation:
         return loss, self._loss.values(training=False) or self._task.loss_metrics(loss)
 
     def compute_held_out_loss(self) -> float:
-        """Return the held-out loss per target, in nats; every rank must call it."""
+        """Return the held-out loss per target, in nats; a collective call."""
         return self.compute_mean_loss(self._task.evaluation())
 
     def compute_mean_loss(self, batches: Iterable[Any]) -> float:
-        """Return the mean loss per target in nats; every rank must call it."""
+        """Return the mean loss per target in nats; a collective call."""
         return evaluate_loss(self._engine, self._loss, batches)[0]
 
     def sample(self, when: str, step: int, folder: Any) -> None:
-        """Generate samples for the sample prompts and store them in the run's `folder`; every rank must call it."""
+        """Generate samples for the sample prompts and store them in the run's `folder`; a collective call."""
         with use_averaged_weights(self._engine):
             self._task.sample(self._engine, when, step, folder)

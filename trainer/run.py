@@ -87,7 +87,7 @@ class Run:
         self.restored_scu = self.steering = None
 
     def train(self) -> Position:
-        """Join the other ranks, train, and save; every rank must call it."""
+        """Join the other ranks, train, and save; a collective call."""
         self._join()
         self.find_checkpoint()
         engine = self._start_engine(self._build_model())

@@ -79,7 +79,7 @@ class StepContext:
 
 
 class StepInFlight:
-    """A launched step; its results are copied from the device while the host launches the next step."""
+    """A launched step. Its results are copied from the device while the host launches the next step."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         """Start copying `numbers`, a vector in fp64 on the device.
@@ -112,7 +112,7 @@ class StepInFlight:
         )  # fmt: skip
 
     def seconds_since(self, earlier: "StepInFlight") -> float:
-        """Return the seconds from the end of an earlier step to the end of this one; both must be finished."""
+        """Return the seconds from the end of an earlier step to the end of this one. Both must be finished."""
         if self._ended is None or earlier._ended is None:
             return self.launched_at - earlier.launched_at
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3
@@ -128,7 +128,7 @@ def train_step(
     save: bool,
     before_update: Callable[[], None],
 ) -> StepInFlight:
-    """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
+    """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); a collective call.
 
     `stop` and `save` request a stop or checkpoint after the step; the result shows whether any rank requested one.
     `before_update` runs between the last backward pass and the optimizer, and can still prevent the update.
@@ -218,7 +218,7 @@ def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor
 
 @torch.no_grad()
 def evaluate_loss(engine: Engine, loss: StepLoss, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the held-out loss in nats per target token, and the number of target tokens; every rank must call it."""
+    """Return the held-out loss in nats per target token, and the number of target tokens; a collective call."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()
     for batch in batches:

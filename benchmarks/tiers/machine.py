@@ -99,7 +99,7 @@ def cache_folder() -> Path:
 
 
 def find_weights(config: Path, shape: str, base_model: str | None, models: Path | None) -> Weights:
-    """Find the tier's model: as given, in `models`, in the hub's cache, from the demo; else random of that shape."""
+    """Find the tier's model: as given, in `models`, in the Hub's cache, from the demo; else random of that shape."""
     from trainer.model.published_shapes import PREFIX, is_random
 
     if base_model is not None:
@@ -112,7 +112,7 @@ def find_weights(config: Path, shape: str, base_model: str | None, models: Path 
         return Weights(str(found), True, "real weights, in --models")
     cached = _in_hub_cache(name)
     if cached is not None:
-        return Weights(str(cached), True, f"real weights of {name}, in the hub's cache")
+        return Weights(str(cached), True, f"real weights of {name}, in the Hub's cache")
     if name == HUB_NAME:
         demo = _from_demo()
         if isinstance(demo, Path):

@@ -66,7 +66,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     only_here: Annotated[bool, typer.Option(hidden=True, help="Check only this machine and print JSON.")] = False,
 ) -> None:
-    """Check everything that a run needs; print a fix for each problem, and exit with 1 if a check fails."""
+    """Check everything that a run needs. Print a fix for each problem, and exit with 1 if a check fails."""
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
@@ -127,7 +127,7 @@ def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) 
 
 
 def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
-    """Run the checks that need torch in a child process; return them, and the estimated memory and disk in bytes."""
+    """Run the checks that need torch in a child process. Return them, and the estimated memory and disk in bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     output, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
@@ -145,7 +145,7 @@ def check_ranks(command: Command) -> list[Check]:
 
 
 def _run(command: Command, patience_s: float) -> tuple[Any, str]:
-    """Run a command; return the JSON that it prints after MARK, or None and a description of the problem."""
+    """Run a command. Return the JSON that it prints after MARK, or None and a description of the problem."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
@@ -233,7 +233,7 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
     checks: list[Check] = []
     for host, result in zip(commands, results, strict=True):
         output = result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}"
-        problem = f"the checks on this host failed: {output.splitlines()[-1][:300]}"
+        problem = f"`zerolora doctor` returned no results: {output.splitlines()[-1][:300]}"
         checks += parse_doctor_output(result.stdout, host) or [
             Check("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]

@@ -211,5 +211,5 @@ def check_port(port: int | None) -> Check:
         return Check("port", "OK", "a free one will be chosen at startup; to choose it yourself, set --master-port")
     if reason := find_port_problem(port):
         fix = "use another --master-port, or stop the process that listens on this one"
-        return Check("port", "FAIL", f"{port} on {get_host_name()} is taken ({reason})", fix)
+        return Check("port", "FAIL", f"{port} on {get_host_name()} is already in use ({reason})", fix)
     return Check("port", "OK", f"{port} is free on {get_host_name()}")

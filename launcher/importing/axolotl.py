@@ -169,7 +169,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     if entry.get("message_field_training") in ("train", "training", "weight"):  # recognized without a setting
         entry = {key: value for key, value in entry.items() if key != "message_field_training"}
     if not entry.get("path"):
-        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or a dataset on the hub")
+        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or a dataset on the Hub")
     for key in REFUSED.keys() & entry.keys():
         t.report(f"{at}.{key}", entry[key], REFUSED[key])
     if dropped := [key for key in DROPPED if key in entry]:

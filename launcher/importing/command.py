@@ -98,7 +98,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> ForeignConfig:
             raise UserError(f"--dataset-dir {dataset_dir}: no such folder; pass the folder with dataset_info.json")
     trainer = recognize_trainer(tree, min_names=1)
     if dataset_dir is not None and trainer == "Axolotl":
-        raise UserError(f"--dataset-dir {dataset_dir}: not supported for Axolotl; remove it")
+        raise UserError(f"--dataset-dir {dataset_dir}: not supported for Axolotl; remove the option")
     if trainer is None:
         raise UserError(f"{path}: not a configuration of {', '.join(TRANSLATORS)}; use `zerolora train` for zerolora's")
     if trainer not in TRANSLATORS:

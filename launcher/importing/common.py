@@ -79,7 +79,7 @@ def check_images(t: Translation, name: str) -> None:
 
 
 def set_warmup(t: Translation, default: int | None = None) -> None:
-    """Set the warm-up, in steps or as a fraction of all steps; warmup_steps below 1 is a fraction."""
+    """Set the warm-up, in steps or as a fraction of all steps. warmup_steps below 1 is a fraction."""
     steps, ratio = t.get("warmup_steps"), t.get("warmup_ratio")
     if steps and 0 < steps < 1:
         t.put("training.warmup_ratio", steps, "warmup_steps")
@@ -110,7 +110,7 @@ def set_attention(t: Translation, *names: str) -> None:
     if name is None:
         return
     if not re.fullmatch(ATTENTION, str(t.get(name))):
-        t.reject(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the hub")
+        t.reject(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the Hub")
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
     if not is_plain:
@@ -250,7 +250,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read the file of the key `name` as `kind`; return None if it is missing, or invalid after reporting an error."""
+    """Read the file of the key `name` as `kind`. Return None if it is missing, or invalid after reporting an error."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -264,7 +264,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
-    """Convert `value`, from the file of the key `name`, to `kind`; if it does not match, report it and return None."""
+    """Convert `value`, from the file of the key `name`, to `kind`. If it does not match, report it and return None."""
     problems: list[str] = []
 
     def report(inner: str, part: Any, problem: str) -> None:
@@ -296,7 +296,7 @@ def set_partition(t: Translation, name: str, value: Any) -> None:
 
 
 def read_partition(t: Translation, name: str, value: Any) -> Any:
-    """Return a configuration of DeepSpeed, FSDP or accelerate; read it if `value` is a path.
+    """Return a configuration of DeepSpeed, FSDP or accelerate. Read it if `value` is a path.
 
     Returns None if the file is missing or damaged. If it is missing, sets the ZeRO stage from its name.
     """

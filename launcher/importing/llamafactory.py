@@ -140,7 +140,7 @@ def set_sources(t: Translation, names: list[str]) -> None:
     file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
     if folder.startswith(("REMOTE:", "ONLINE")):
-        t.reject("dataset_dir", "a list of datasets on the hub is not supported; download it and set its local folder")
+        t.reject("dataset_dir", "a list of datasets on the Hub is not supported; download the list and set its folder")
     elif file is None:
         missing = f"no {folder}/dataset_info.json in the folder of this file or a parent folder"
         t.reject(name, f"{missing}; pass its folder with --dataset-dir")
@@ -209,9 +209,9 @@ def set_images(t: Translation) -> None:
 def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
     if not entry.keys() & {"hf_hub_url", "file_name"}:
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
-        fix = "the hubs of ModelScope and Modelers are not supported; download the data"
+        fix = "datasets on ModelScope and Modelers are not supported; download the data"
         if not hubs:
-            fix = f"must have hf_hub_url or file_name{', not a script' * ('script_url' in entry)}; add one"
+            fix = f"must have hf_hub_url or file_name{', not a script' * ('script_url' in entry)}; add one of the two"
         t.reject(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")

@@ -24,7 +24,7 @@ from trainer.config.yaml_core import parse_scalar
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 UNSET: Any = object()
-MAP_PROBLEM = "must be a map, such as {a: b}"
+MAP_PROBLEM = "must be a mapping, such as {a: b}"
 OFF_WORDS = ("false", "no", "off", "none", "null")
 
 # Types of keys, bounded so that arithmetic neither overflows nor produces NaN.
@@ -163,7 +163,7 @@ class ForeignConfig:
 
 
 class Setting(NamedTuple):
-    """The value of one of our settings, and the keys that set it; no keys for the other trainer's default."""
+    """A zerolora setting: its value, and the foreign keys that set it (none for the other trainer's default)."""
 
     value: Any
     names: tuple[str, ...]
@@ -211,7 +211,7 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove the settings with these prefixes, which have no effect; report an error for negative numbers."""
+        """Remove the settings with these prefixes, which have no effect. Report an error for negative numbers."""
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:
@@ -227,7 +227,7 @@ class Translation:
         """Report an error, unless the key already has one."""
         is_bare = self.foreign.is_command_line and value is True  # an option without a value
         value_text = "" if value is UNSET or is_bare else f"={shown(value, 40)}"
-        problem = "has no value; add one after it" if is_bare and problem.startswith("must be text") else problem
+        problem = "has no value; add one after it" if is_bare and problem.startswith("must be a string") else problem
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{value_text}: {problem}")
 
     def reject(self, name: str, problem: str) -> None:
@@ -239,7 +239,7 @@ class Translation:
             self.reject(name, f"missing; {fix}")
 
     def _get_raw(self, name: str) -> Any:
-        """Return the unconverted value of a dotted name; report an error and return None if its parent is not a map."""
+        """Return the unconverted value of a dotted name. Report an error if its parent is not a mapping."""
         value: Any = self.foreign.tree
         for part in name.split("."):
             if isinstance(value, list) and part.isdigit():
@@ -327,14 +327,14 @@ def split_names(value: Any) -> list[str]:
 
 
 def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], None]) -> Any:
-    """Convert a value to `kind`; report each part that does not match, with its dotted name.
+    """Convert a value to `kind`. Report each part that does not match, with its dotted name.
 
-    A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` is any other key and empty values are
-    dropped; or a tuple of kinds, from which the one for a map, a list or a scalar is chosen.
+    A kind is a type; `[kind]` for a list; `{key: kind}` for a mapping, in which `*` is any other key and empty values
+    are dropped; or a tuple of kinds, from which the one for a mapping, a list or a scalar is chosen.
     """
     forms = ""
     if isinstance(kind, tuple):
-        forms = " or a map" * any(isinstance(one, dict) for one in kind)
+        forms = " or a mapping" * any(isinstance(one, dict) for one in kind)
         form = next((form for form in (dict, list) if isinstance(value, form)), None)
         fitting = (item for item in kind if (isinstance(item, form) if form else not isinstance(item, (dict, list))))
         kind = kind[0] if form is None and not isinstance(value, str) else next(fitting, kind[0])
@@ -354,7 +354,7 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
     except ValidationError as error:
         first, *others = map(describe_problem, error.errors(include_url=False))
         words = [other.removeprefix("must be ") for other in others if other.startswith("must be '")]
-        first = f"must be text{forms}" if forms and first.startswith("must be text") else first
+        first = f"must be a string{forms}" if forms and first.startswith("must be a string") else first
         report(name, value, ", or ".join([first, *words]))
         return None
 

@@ -80,7 +80,7 @@ class Command:
     def start_process(
         self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
     ) -> subprocess.Popen[bytes]:
-        """Start one process with the variables of a rank; it inherits stdout and stderr if they are None."""
+        """Start a process with the environment variables of a rank. It inherits each stream that is None."""
         env = self.build_environment() | dict(variables)
         # Ranks of this machine inherit the descriptor of `share_stdout`.
         streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
@@ -98,7 +98,7 @@ def build_local_command(
     if num_gpus is not None and num_gpus < 1:
         raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
     if gpus and num_gpus is not None and num_gpus > len(gpus):
-        raise UserError(f"--num-gpus {num_gpus}: this machine has only {len(gpus)}; remove it to use all")
+        raise UserError(f"--num-gpus {num_gpus}: this machine has only {len(gpus)} GPUs; remove the option to use all")
     cores = len(os.sched_getaffinity(0))
     if not gpus and num_gpus is not None and num_gpus > max(cores, CPU_RANKS):
         raise UserError(

@@ -104,7 +104,7 @@ def test_all_problems_are_found_at_once(workplace: Path, full_disk: Path, extens
     assert code == 1
     failed = {name: check for name, found in checks.items() for check in found if check["state"] == "FAIL"}
     assert set(failed) == {"port", "build lock", "disk: output_dir", "run", "versions"}
-    assert "is taken" in failed["port"]["found"]
+    assert "is already in use" in failed["port"]["found"]
     assert failed["build lock"]["fix"] == f"rm {lock}"
     assert "No space left on device" in failed["disk: output_dir"]["found"]
     assert "peft differs" in failed["versions"]["found"] and "0.1.0 on n2" in failed["versions"]["found"]

@@ -44,7 +44,7 @@ def read_error(folder: Path, name: str) -> str:
 def test_every_rank_names_the_weight_of_another_shape(folder: Path) -> None:
     count = len(load_file(folder / "reshaped" / "model.safetensors"))
     line = read_error(folder, "reshaped")
-    assert line.startswith(f"base_model={folder / 'reshaped'}: 1 of {count} weights do not fit config.json")
+    assert line.startswith(f"base_model={folder / 'reshaped'}: 1 of {count} weights do not match config.json")
     assert f"(first: {NAME} has shape" in line
     assert "(127, 64), config.json says (128, 64))" in line
 

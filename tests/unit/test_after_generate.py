@@ -360,6 +360,6 @@ def test_a_chat_longer_than_the_context_continues(
 
 def test_a_system_prompt_is_refused_where_prompts_are_continued_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["run", "hello", "--top-p", "0.5"]) == 2
-    assert capsys.readouterr().err.startswith("error: --top-p=0.5: has no effect at --temperature 0; set a temperature")
+    assert capsys.readouterr().err.startswith("error: --top-p=0.5: has no effect at --temperature 0; remove one")
     assert generate.main(["run", "hello", "--raw", "--system", "be brief"]) == 2
     assert capsys.readouterr().err.startswith("error: --system: has no effect with --raw, ")

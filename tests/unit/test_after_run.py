@@ -115,7 +115,7 @@ def test_another_base_model_takes_the_place_of_the_runs(run_dir: Path, tmp_path:
 
 def test_an_adapter_that_does_not_fit_the_base_is_an_error_of_one_line(run_dir: Path, tmp_path: Path) -> None:
     run = find_run(run_dir, str(make_model(tmp_path / "wide", hidden=128)), allow_mismatch=True)
-    with pytest.raises(UserError, match=r"does not fit base_model=.*size mismatch"):
+    with pytest.raises(UserError, match=r"does not match base_model=.*size mismatch"):
         load_trained_model(run, load_saved_tokenizer(run), torch.device("cpu"))
 
 
@@ -220,7 +220,7 @@ BAD_ARGUMENTS = [
     (generate, ["RUN", "x", "--temperature", "-1"], "--temperature=-1.0: must be 0 or more"),
     (generate, ["RUN", "x", "--temperature", "inf"], "--temperature=inf: must be 0 or more"),
     (generate, ["RUN", "x", "--top-p", "0"], "--top-p=0.0: must be above 0"),
-    (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, and the model.s context is 256"),
+    (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, but the context is 256"),
     (generate, ["RUN", ""], "PROMPT: empty"),
     (generate, ["RUN", "first", "  "], "PROMPT: empty"),
     (generate, ["TMP/none", "x"], "no such folder"),
@@ -230,7 +230,7 @@ BAD_ARGUMENTS = [
     (push, ["RUN", "not a name"], "not a valid name"),
     (push, ["RUN", "a/b/c"], "not a valid name"),
     (push, ["RUN", ""], "'': not a valid name"),
-    (push, ["RUN", "me/tiny"], "not logged in to the hub; run `hf auth login`"),
+    (push, ["RUN", "me/tiny"], "not logged in to the Hub; run `hf auth login`"),
 ]
 
 

@@ -113,7 +113,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no calls": (
         {"evaluation__metrics": ["tool_call"]},
-        "evaluation.metrics=tool_call: applies to none of the held-out records; remove it",
+        "evaluation.metrics=tool_call: applies to no held-out record; remove the metric",
     ),
     "no schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "gone.json"},

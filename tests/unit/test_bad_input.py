@@ -356,7 +356,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no variable enable_thinking; use strip",),
     "dataset.chat_template=template.jinja": ("dataset.chat_template=template.jinja",),
     "training.gradient_checkpointing_layers=9 ; training.gradient_checkpointing=true": (
-        "training.gradient_checkpointing_layers=9: the model has only 2; remove it to recompute all",
+        "training.gradient_checkpointing_layers=9: the model has only 2 layers; remove the setting to recompute all",
     ),
     "dataset.cache_dir=/proc/none": ("dataset.cache_dir=/proc/none: cannot be written",),
     "dataset.evaluation={path: nothing.jsonl}": ("dataset.evaluation.path=nothing.jsonl: no such file",),

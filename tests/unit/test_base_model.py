@@ -93,14 +93,14 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, but the files have 1 more",)),
     "vocabulary": (
         settings(vocab_size=500),
-        ("2 of 21 weights do not fit config.json (first: lm_head.weight has shape (384, 64)", "says (500, 64)"),
+        ("2 of 21 weights do not match config.json (first: lm_head.weight has shape (384, 64)", "says (500, 64)"),
     ),
-    "hidden size": (settings(hidden_size=32, head_dim=16), ("weights do not fit config.json",)),
+    "hidden size": (settings(hidden_size=32, head_dim=16), ("weights do not match config.json",)),
     "untied": (tensors(lambda stored: stored.pop("lm_head.weight")), ("1 of the 21", "(first: lm_head.weight)")),
     "one tensor": (tensors(lambda stored: stored.pop(UP)), ("1 of the 21 weights", f"(first: {UP})")),
     "one shape": (
         tensors(lambda stored: stored.update({UP: torch.ones(3, 4)})),
-        (f"1 of 21 weights do not fit config.json (first: {UP} has shape (3, 4)", "says (128, 64)"),
+        (f"1 of 21 weights do not match config.json (first: {UP} has shape (3, 4)", "says (128, 64)"),
     ),
     "another family": (settings(model_type="gpt2", architectures=["GPT2LMHeadModel"]), ("would be random",)),
     # the files
@@ -126,7 +126,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("model-00002-of-", "is truncated"),
     ),
     "index": (sharded(written("model.safetensors.index.json", "{")), ("index.json is not JSON (",)),
-    "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json must be a map",)),
+    "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json must be a mapping",)),
     "index lost": (sharded(removed("model.safetensors.index.json")), ("neither model.safetensors nor",)),
     # config.json
     "no config.json": (removed("config.json"), ("has no config.json",)),
@@ -134,7 +134,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "config empty": (cut("config.json", 0), ("config.json: is not JSON (line 1",)),
     "config of bytes": (written("config.json", b"\xff\xfe\x00"), ("config.json: line 1: byte 0xff is not UTF-8",)),
     "config nested": (written("config.json", "[" * 100_000), ("config.json: is nested too deeply",)),
-    "config a list": (written("config.json", "[]"), ("config.json: must be a map",)),
+    "config a list": (written("config.json", "[]"), ("config.json: must be a mapping",)),
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
     "unknown model_type": (settings(model_type="llama9"), ("has model_type llama9, which transformers 5.",)),
     "heads": (settings(num_attention_heads=5), ("config.json is unusable (",)),
@@ -254,7 +254,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "missing/": ("no such folder (",),
     "two words": ("no such folder (",),
     "x" * 300: ("contains a name of 300 bytes; use at most 255",),
-    "nobody/nothing": ("not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `hf download",),
+    "nobody/nothing": ("not a local folder, not in the Hub's cache, and HF_HUB_OFFLINE is set; run `hf download",),
     "parent": ("has no config.json, but its subfolder m has one; use parent/m",),
     "adapter": ("contains only an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
 }

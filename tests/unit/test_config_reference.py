@@ -22,13 +22,13 @@ def test_lines_fit_the_terminal(width: int) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        "base_model: text (required)",
+        "base_model: string (required)",
         "adapter: lora | qlora | none (default lora)",
         "lora.r: integer >= 1, <= 32768 (default 16)",
         "lora.dropout: number >= 0.0, < 1.0 (default 0.0)",
         "lora.loraplus_lr_ratio: number >= 1.0, <= 10000.0 | none (default none)",
-        "lora.target_modules: list of text (default [all-linear])",
-        "dataset.fields: map of text to text (default {})",
+        "lora.target_modules: list of string (default [all-linear])",
+        "dataset.fields: mapping of string to string (default {})",
         "dataset.mix: list of source section (default [])",
         "scu.target: number > 0.0, <= 1000.0 | auto (default auto)",
         "zero.stage: auto | 0 | 1 | 2 | 3 (default 2)",

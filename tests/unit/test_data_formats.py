@@ -390,8 +390,8 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("turn 1", "neither text nor images"),
     ),
-    "turn is text": ({"messages": [ASK, "hello"]}, {}, ("turn 2", "is text; write a record")),
-    "messages are text": ({"messages": "hello"}, {}, ("record 1", "messages is text")),
+    "turn is text": ({"messages": [ASK, "hello"]}, {}, ("turn 2", "is a string; write a record")),
+    "messages are text": ({"messages": "hello"}, {}, ("record 1", "messages is a string")),
     "another format in between": (
         {"messages": None, "text": "x"},
         {"format": "messages"},

@@ -146,10 +146,10 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     ),
     "zstd": ("a.jsonl.zst", "x", (".zst is not supported; unpack it",)),
     "lists on lines": ("a.jsonl", '["a", "b"]\n["c", "d"]\n', ("line 1 of a.jsonl is a list, not a record",)),
-    "a list of texts": ("a.json", '["a", "b"]', ("item 1 of a.json is text, not a record",)),
+    "a list of texts": ("a.json", '["a", "b"]', ("item 1 of a.json is a string, not a record",)),
     "a list of lists": ("a.json", "[[1, 2], [3]]", ("item 1 of a.json is a list, not a record",)),
     "a list with a hole": ("a.json", json.dumps([PAIR, None]), ("item 2 of a.json is null, not a record",)),
-    "a text": ("a.json", '"hello"', ("a.json is text, not a record",)),
+    "a text": ("a.json", '"hello"', ("a.json is a string, not a record",)),
     "a list that is cut": ("a.json", json.dumps([PAIR, PAIR], indent=1)[:-6], ("of a.json is not JSON",)),
     "single quotes": ("a.jsonl", "{'text': 'a'}\n" + LINE, ("line 1 of a.jsonl is not JSON",)),
     "a comma after each": (
@@ -232,13 +232,13 @@ def make_special(name: str) -> str:
 
 
 SPECIAL = {
-    "a pipe": "is a pipe, socket or device, but data is read several times; write it to a file",
+    "a pipe": "is a pipe, socket or device, but data is read repeatedly; write the data to a file",
     "a socket": "is a pipe, socket or device, but data",
     "a device": "is a pipe, socket or device, but data",
     "a folder": "the folder has no data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
     "nothing": "dataset.path= : is empty; use a file",
-    "an address": "URLs of this kind cannot be read; download it, or use a hub dataset",
+    "an address": "URLs of this kind cannot be read; download it, or use a Hub dataset",
 }
 
 

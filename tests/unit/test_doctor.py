@@ -45,7 +45,7 @@ def test_a_busy_port_is_found() -> None:
         listener.listen()
         port = listener.getsockname()[1]
         check = check_port(port)
-    assert check.state == "FAIL" and "is taken" in check.found and "--master-port" in check.fix
+    assert check.state == "FAIL" and "is already in use" in check.found and "--master-port" in check.fix
     assert check_port(port).state == "OK"
 
 
@@ -213,4 +213,4 @@ def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
     assert [(check.host, check.name, check.state) for check in checks] == [
         ("a", "disk", "OK"), ("a", "gpu", "WARN"), *((host, "doctor", "FAIL") for host in "bcd")
     ]  # fmt: skip
-    assert checks[3].found == "the checks on this host failed: no route"
+    assert checks[3].found == "`zerolora doctor` returned no results: no route"

@@ -287,13 +287,13 @@ def test_a_tensor_that_is_not_taken_is_refused(
     save_file(tensors, run_dir / WEIGHTS, metadata={"format": "pt"})
     # Before it, what --allow-mismatch accepts: the adapter was changed.
     *_, line = refusal(capsys, command, run_dir, tmp_path / "out", "--allow-mismatch")
-    assert re.search(r"does not fit .*(of the \d+ tensors|are not in the file|size mismatch)", line), line
+    assert re.search(r"does not match .*(of the \d+ tensors|are not in the file|size mismatch)", line), line
 
 
 def test_training_does_not_start_from_half_an_adapter(ground: Path, run_dir: Path, tmp_path: Path) -> None:
     unrecorded(run_dir)
     edit(run_dir / "adapter_config.json", target_modules=["q_proj"])
-    with pytest.raises(UserError, match=r"lora.adapter_path=.*: does not fit this model: 24 of the 28 tensors"):
+    with pytest.raises(UserError, match=r"lora.adapter_path=.*: does not match this model: 24 of the 28 tensors"):
         train(ground, lora__adapter_path=str(run_dir), output_dir=str(tmp_path / "new"))
 
 

@@ -108,7 +108,10 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("parallel.sequence=2", "parallel.sequence=2: only for language models; remove it"),
         ("dataset.packing=true", "dataset.packing=true: only for language models; remove it"),
         ("dataset.max_length=4096", "dataset.max_length=4096: only for language models; remove it"),
-        ("lora.modules_to_save=conv_in", "lora.modules_to_save=[conv_in]: diffusers only loads LoRA; list them"),
+        (
+            "lora.modules_to_save=conv_in",
+            "lora.modules_to_save=[conv_in]: diffusers only loads LoRA; list these layers",
+        ),
         ("image.time_shift=3", "image.time_shift=3: only for flow matching"),
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),

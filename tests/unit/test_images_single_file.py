@@ -202,7 +202,7 @@ def make_xl(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_sdxl_in_one_file_trains_merges_and_draws_from_the_command_line(tmp_path: Path) -> None:
-    """`base_model: sdxl.safetensors` is all there is to write; settings and tokenizers come from the hub's cache."""
+    """`base_model: sdxl.safetensors` is all there is to write; settings and tokenizers come from the Hub's cache."""
     origin = make_xl(tmp_path / "origin")
     write_single_file(origin, tmp_path / "sdxl.safetensors", torch.float16)
     cached, commit = tmp_path / "hf" / "hub" / "models--stabilityai--stable-diffusion-xl-base-1.0", "0" * 40

@@ -152,7 +152,7 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "an expert less": (
         tensors(lambda stored: stored.update({n: v[:3].clone() for n, v in stored.items() if n.startswith(GATE_UP)})),
-        (f"do not fit config.json (first: {GATE_UP} has shape (3, 64, 192), config.json says (4, 64, 192))",),
+        (f"do not match config.json (first: {GATE_UP} has shape (3, 64, 192), config.json says (4, 64, 192))",),
     ),
     "not announced": (not_announced, ("is stored in MXFP4, but config.json does not declare it", "same model")),
     "announced only": (tensors(none_packed), ("config.json says mxfp4, but no tensor", "remove")),

@@ -190,7 +190,7 @@ def test_an_unknown_stage_names_the_known_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "offline", "line"), [(None, False, "not logged in to the hub; run"), ("hf_x", True, "HF_HUB_OFFLINE")]
+    ("token", "offline", "line"), [(None, False, "not logged in to the Hub; run"), ("hf_x", True, "HF_HUB_OFFLINE")]
 )
 def test_push_checks_the_login_before_it_writes(
     token: str | None,
@@ -371,13 +371,13 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
     ("name", "content", "more", "line"),
     [
         ("d.json", {"prompt": ["a"], "completion": ["b"]}, [], "record 1: each field is a list .prompt, completion."),
-        ("d.json", [{"messages": ["a", "b"]}], [], "record 1, turn 1: is text; write a record with role and content"),
-        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a map of lists .train, test."),
+        ("d.json", [{"messages": ["a", "b"]}], [], "record 1, turn 1: is a string; write a record with role and"),
+        ("d.json", {"train": [CHAT], "test": [CHAT]}, [], "d.json: is a mapping of lists .train, test."),
         ("d.json", [{"q": "a"}], ["dataset.format=prompt_completion", "dataset.fields={prompt: q, completion: q}"],
          "dataset.fields.prompt=q: is also used for completion; use another field"),
         ("d.jsonl", {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, ["task=preference"],
          "record 1: rejected is a list of strings; keep one of them"),
-        ("d.json", {"version": 1, "data": [CHAT]}, [], r"is a map of lists \(data\), .*, as {messages: data}"),
+        ("d.json", {"version": 1, "data": [CHAT]}, [], r"is a mapping of lists \(data\), .*, as {messages: data}"),
         ("d.json", [CHAT], ["dataset.path=*.jsonl"], "use a folder with patterns in dataset.data_files, or several"),
         ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; fix the path, or the link"),
     ],
@@ -488,7 +488,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
     ("words", "line"),
     [
         ("import a.yaml --dataset-dir none", "--dataset-dir none: no such folder; pass the folder"),
-        ("import a.yaml --dataset-dir .", "--dataset-dir .: not supported for Axolotl; remove it"),
+        ("import a.yaml --dataset-dir .", "--dataset-dir .: not supported for Axolotl; remove the option"),
         ("submit c.yaml --dry-run --sbatch ", "--sbatch '': must be one line that begins with dashes"),
         ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: has no effect without a model and data"),
@@ -604,7 +604,7 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         (["lora.null=3"], "lora.null: unknown setting"),
         (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix?"),
         (["dataset.evaluatoin.path=x"], "dataset.evaluatoin: unknown setting; did you mean dataset.evaluation?"),
-        (["dataset.fields={5: a}"], "dataset.fields.5=5: must be text"),
+        (["dataset.fields={5: a}"], "dataset.fields.5=5: must be a string"),
         (["training.num_gpus=2"], "training.num_gpus: unknown setting; `zerolora config --schema` lists all"),
         (["dataset.seed=1"], "dataset.seed: unknown setting; did you mean seed?"),
         (["zero.extra={fp16:"], "close its brackets, quote it in the shell"),
@@ -677,14 +677,14 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
             r"=0.1: has no effect",
         ),
         (["task=preference", "preference.discopop_tau=1"], r"^preference.discopop_tau=1.0: has no effect, because"),
-        (['model.pad_token=""'], r"^model.pad_token='': empty; write a value, or remove it"),
+        (['model.pad_token=""'], r"^model.pad_token='': empty; write a value, or remove the setting"),
         (
             ["lora.target_parameters=q_proj.weight"],
             r"^lora.target_parameters=q_proj.weight: already adapted by",
         ),
         (
             ["dataset.fields={role: nope}"],
-            r"turn 1: has no nope \(the turn has role, content\); add it, or name",
+            r"turn 1: has no nope \(the turn has role, content\); add the field, or name",
         ),
         (
             ["evaluation.metrics=json_schema", "evaluation.json_schema=gone.json", "dataset.val_split=4"],
@@ -722,7 +722,7 @@ def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_
         (
             "d.jsonl",
             b'{"messages": ["a", {"role": "user", "content": "b"}]}\n',
-            "record 1, turn 1: is text; write a record",
+            "record 1, turn 1: is a string; write a record",
         ),
         ("d.jsonl", b'{"text ": "a"}\n', "the records have 'text ', not messages"),
         ("d.csv", b"# made by x\nprompt,completion\na,b\n", "remove lines above the names"),
@@ -763,7 +763,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("output_dir: [a]\n", "output_dir=[a]: must be text, not a list"),
+        ("output_dir: [a]\n", "output_dir=[a]: must be a string, not a list"),
         ("streaming: true\n", "streaming=true: the length of a streamed dataset is unknown"),
         (
             "pretraining_dataset: [{path: d, type: completion}]\n",
@@ -843,7 +843,7 @@ def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> No
     (tmp_path / "dataset_info.json").write_text('{"d": {"cloud_file_name": "s3://b/x"}}')
     file = tmp_path / "l.yaml"
     file.write_text("stage: sft\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\nfinetuning_type: lora\n")
-    with pytest.raises(UserError, match="d: must have hf_hub_url or file_name; add one"):
+    with pytest.raises(UserError, match="d: must have hf_hub_url or file_name; add one of the two"):
         translate_arguments([str(file)], tmp_path)
 
 
@@ -851,7 +851,7 @@ def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> No
     ("words", "line"),
     [
         ("base_model=./none", "base_model=./none: no such folder ("),
-        ("--model me/none", "base_model=me/none: not a local folder, not in the hub's cache"),
+        ("--model me/none", "base_model=me/none: not a local folder, not in the Hub's cache"),
         ("--model {model} --data pairs.jsonl", "task=auto: dataset has pairs of a chosen and a rejected answer"),
     ],
 )
@@ -894,7 +894,7 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
     ("changes", "line"),
     [
         ({}, ""),
-        ({"r": 8}, "does not fit this model: size mismatch for .*q_proj.lora_A"),
+        ({"r": 8}, "does not match this model: size mismatch for .*q_proj.lora_A"),
         ({"target_modules": ["q_proj"]}, r"24 of the 28 tensors of the adapter match no layer .first: .*k_proj"),
         ({"use_dora": True}, r"14 tensors of the adapted model are not in the file"),
         ({"trainable_token_indices": {"embed_tokens": [3]}}, "embed_tokens.* is missing"),

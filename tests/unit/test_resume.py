@@ -118,7 +118,7 @@ def test_validate_says_the_same(ground: Path, capsys: pytest.CaptureFixture[str]
     changed = "training.max_steps 4 -> 9, training.learning_rate 0.001 -> 0.0001, zero.stage 2 -> 1"
     assert f"resume: changed since checkpoint-4: {changed}" in out
     assert validate(config) == 0
-    assert "nothing is left to train; raise them to continue" in capsys.readouterr().out
+    assert "nothing is left to train; raise max_steps or epochs" in capsys.readouterr().out
 
 
 def test_the_same_run_under_other_names_is_the_same(
@@ -168,12 +168,12 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"lora__r": 8}, "has shape [4, 64], not [8, 64], so it belongs to another model or adapter"),
+        ({"lora__r": 8}, "has shape [4, 64], not [8, 64], so it was saved with another model, adapter or optimizer"),
         (
             {"lora__target_modules": ["q_proj"]},
-            "it has 24 more trained tensors than this run, so it belongs to another",
+            "it has 24 more trained tensors than this run, so it was saved with another",
         ),
-        ({"base_model": "wide"}, "], so it belongs to another model or adapter"),
+        ({"base_model": "wide"}, "], so it was saved with another model, adapter or optimizer"),
     ],
 )
 def test_an_older_one_of_another_model_or_adapter_is_one_line(
@@ -323,7 +323,7 @@ def test_another_optimizer_needs_state_that_the_checkpoint_has(ground: Path, tmp
         "training__resume_changes": ["optimizer"],
         "zero__stage": 0,
     }
-    with pytest.raises(UserError, match="its optimizer kept no momentum_buffer, which"):
+    with pytest.raises(UserError, match="it has no optimizer state momentum_buffer, which"):
         train(ground, **start, training__optimizer="muon", output_dir=str(tmp_path / "muon"))
     train(ground, **start, training__optimizer="lion", output_dir=str(tmp_path / "lion"))
     assert (tmp_path / "lion" / "checkpoint-4").is_dir()

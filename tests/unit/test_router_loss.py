@@ -92,5 +92,5 @@ def test_it_is_refused_where_nothing_would_follow_it() -> None:
         check_router_loss(base_of("qwen3_moe"), WEIGHT, LoraSection())
     check_router_loss(base_of("qwen3_moe"), WEIGHT, LoraSection(modules_to_save=("gate",)))
     check_router_loss(base_of("qwen3_moe"), WEIGHT, None)
-    with pytest.raises(UserError, match=r"DeepseekV3ForCausalLM computes no load-balancing loss; set it to 0"):
+    with pytest.raises(UserError, match=r"DeepseekV3ForCausalLM computes no load-balancing loss; set the weight to 0"):
         check_router_loss(base_of("deepseek_v3"), WEIGHT, None)

@@ -60,7 +60,7 @@ def test_each_server_gets_its_export_once(
     assert gguf[:5] == [str(program), "-m", str(run / "export.gguf"), "--alias", "my run"]
     os.utime(run / "adapter_model.safetensors")
     assert serve.main([*words, "--dry-run"]) == 2
-    assert f"{adapter}: is older than the adapter; delete it" in capsys.readouterr().err
+    assert f"{adapter}: is older than the adapter; delete the old export" in capsys.readouterr().err
 
 
 def test_a_missing_server_is_one_line(

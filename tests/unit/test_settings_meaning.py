@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.stage=true": ("zero.stage=true: must be a whole number",),
     "training.max_steps=3 # or 4": ("training.max_steps=3 # or 4: must be a whole number",),
     "training.max_steps=1_00": ("training.max_steps=1_00: must be a whole number",),
-    "dataset.packing=yes": ("dataset.packing=yes: must be true or false, not text; write true",),
+    "dataset.packing=yes": ("dataset.packing=yes: must be true or false, not a string; write true",),
     "dataset.shuffle=off": ("write false",),
     "dataset.packing=1": ("dataset.packing=1: must be true or false; write true",),
     "zero={stage: 3": ("zero={stage: 3: not valid YAML",),
@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.extra={zero_optimization: {stage: 3}}": (
         "zero.extra.zero_optimization.stage=3: has a setting here; use zero.stage",
     ),
-    "zero.extra={zero_optimization: hello}": ("zero.extra.zero_optimization=hello: must be a map", "zero.stage"),
+    "zero.extra={zero_optimization: hello}": ("zero.extra.zero_optimization=hello: must be a mapping", "zero.stage"),
     "zero.extra.zero_optimization.offload_param={device: cpu}": ("has a setting here; use zero.offload_parameters",),
     "zero.extra.zero_optimization.stage3_max_live_parameters=1": ("has a setting here; use zero.max_live_parameters",),
     "zero.extra.train_micro_batch_size_per_gpu=4": ("has a setting here; use training.batch_size",),
@@ -217,12 +217,12 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.extra.optimizer.type=Lion": ("has a setting here; use training.optimizer",),
     "zero.extra.zero_allow_untested_optimizer=false": ("is fixed by our training loop; remove it",),
     "zero.extra.sparse_attention={}": ("is not supported",),
-    "zero.extra=5": ("zero.extra=5: must be a map",),
-    "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be text; put it in quotes",),
+    "zero.extra=5": ("zero.extra=5: must be a mapping",),
+    "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be a string; put it in quotes",),
     "dataset.mix=a.jsonl": ("dataset.mix=a.jsonl: must be a list of sections, such as [{path: ...}]",),
-    "dataset={path: [a, b]}": ("dataset.path=[a, b]: must be text, not a list; use dataset.mix for",),
+    "dataset={path: [a, b]}": ("dataset.path=[a, b]: must be a string, not a list; use dataset.mix for",),
     "dataset={path: x, system_prompt: {You are: helpful}}": (
-        "dataset.system_prompt={You are: helpful}: must be text, not a map; put it in quotes",
+        "dataset.system_prompt={You are: helpful}: must be a string, not a mapping; put it in quotes",
     ),
     "lora.lora_r=8": ("did you mean lora.r?",),
     "lora.sequence_len=8": ("did you mean dataset.max_length?",),
@@ -359,7 +359,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one configuration per file")),
     "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
                         ("dataset=identity: must be a section", "`path:` below it (c.yaml:3)")),
-    "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not fit")),
+    "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not match")),
     "no adapter": (BASE.encode() + b"adapter:\n", ("adapter: empty; write a value", "c.yaml:4")),
 }  # fmt: skip
 

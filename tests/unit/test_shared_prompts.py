@@ -213,7 +213,7 @@ def test_labeled_answers_share_nothing(ground: Path, asked: str) -> None:
         load_config(ground / "base.yaml", given)
     assert str(refused.value) == (
         f"preference.share_prompt={asked}: kto learns from single answers, which share no prompt; "
-        "set it to false (command line)"
+        "set preference.share_prompt: false (command line)"
     )
 
 

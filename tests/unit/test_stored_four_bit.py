@@ -213,7 +213,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"quant_type=nf4: .* already stored in GPTQ; use adapter: lora, or the",
     ),
     "fp8": ({"adapter": "qlora", "quantization": {"quant_type": "fp8"}}, r"quant_type=fp8: .* already stored"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: cannot read weights of .* stored in GPTQ; remove it"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: cannot read weights of .* stored in GPTQ; remove the"),
     "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: cannot read weights of"),
     "qat": (
         {"training": {"qat": "int8"}},
@@ -297,7 +297,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], None], str]] = {
             f"{QUERY}.weight_packed": stored[f"{QUERY}.weight_packed"][:32].clone(),
             f"{QUERY}.weight_scale": stored[f"{QUERY}.weight_scale"][:32].clone(),
         })),
-        f"do not fit config.json (first: {QUERY}.weight has shape (32, 64), config.json says (64, 64))",
+        f"do not match config.json (first: {QUERY}.weight has shape (32, 64), config.json says (64, 64))",
     ),
     "other bytes": (
         "w4a16",

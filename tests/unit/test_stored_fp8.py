@@ -204,7 +204,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"quant_type=nf4: .* already stored in FP8; use adapter: lora, or quant",
     ),
     "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* already stored"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: cannot read weights of .* stored in FP8; remove it"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: cannot read weights of .* stored in FP8; remove the"),
     "qat": (
         {"training": {"qat": "int8"}},
         r"training.qat=int8: needs 16-bit weights, unlike .* stored in FP8; use the 16-bit",
@@ -328,7 +328,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "announced only": (tensors(in_16_bits), ("config.json says FP8, but no tensor", "remove")),
     "another shape": (
         tensors(lambda all_: all_.update({QUERY: all_[QUERY][:32].clone(), f"{QUERY}_scale_inv": torch.ones(1, 2)})),
-        (f"do not fit config.json (first: {QUERY} has shape (32, 64), config.json says (64, 64))",),
+        (f"do not match config.json (first: {QUERY} has shape (32, 64), config.json says (64, 64))",),
     ),
 }
 

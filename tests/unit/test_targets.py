@@ -181,7 +181,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
     "named as modules and left out": (
         {"target_modules": ("experts",), "experts": False},
-        r"lora.target_modules=experts: names experts, but lora.experts is false; remove it",
+        r"lora.target_modules=experts: names experts; remove the name",
     ),
     "one of them": (
         {"target_modules": ("experts.1.w1",)},
@@ -190,7 +190,7 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "named and left out": (
         {"target_parameters": ("experts.down_proj",), "experts": False},
-        r"lora.target_parameters=experts.down_proj: names experts, but lora.experts is false",
+        r"lora.target_parameters=experts.down_proj: names experts; remove the name",
     ),
 }
 
@@ -210,7 +210,7 @@ def test_unsupported_settings_of_experts_are_refused(case: str) -> None:
             {"target_parameters": ("experts.down_proj",)},
             "lora.target_parameters=experts.down_proj: this model has no exp",
         ),
-        ({"expert_rank": 4}, "lora.expert_rank=4: this model has no experts; remove it"),
+        ({"expert_rank": 4}, "lora.expert_rank=4: this model has no experts; remove the setting"),
     ],
 )
 def test_experts_of_a_dense_model_are_refused(lora: dict[str, Any], line: str) -> None:

@@ -214,6 +214,6 @@ def test_without_a_network_the_one_line_comes_without_waiting() -> None:
     *said, waited = done.stdout.splitlines()
     assert float(waited) < 15.0, done.stdout
     for line, setting in zip(said, ("base_model", "model.tokenizer", "lora.adapter_path"), strict=False):
-        assert line.startswith(f"{setting}=nobody/no-such-model: not a local folder, not in the hub's cache"), line
+        assert line.startswith(f"{setting}=nobody/no-such-model: not a local folder, not in the Hub's cache"), line
     assert said[3].startswith("dataset.path=nobody/no-such-data: ") and "cannot be reached" in said[3]
     assert len(said) == 4

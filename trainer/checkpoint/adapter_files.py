@@ -44,7 +44,7 @@ def find_adapter_damage(folder: Path) -> str | None:
         read_safetensors_header(folder / WEIGHTS)
         read_adapter_settings(folder)
         if _has_changed(folder, WEIGHTS, _read_checksums(folder)):
-            return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy it from a checkpoint"
+            return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy the file from a checkpoint"
     except FileNotFoundError:
         return f"no {WEIGHTS}; use an adapter in safetensors format"
     except UnreadableFileError as error:
@@ -132,7 +132,7 @@ class AdapterFormat:
     def check_loads(self, folder: Path) -> None:
         """Raise NotReloadableError unless plain PEFT loads every tensor of a saved adapter and misses none.
 
-        PEFT loads the adapter onto an empty base model, only once for the same settings, names and shapes.
+        PEFT loads the adapter into a base model on the meta device, once for the same settings, names and shapes.
         """
         text = (folder / SETTINGS).read_text(encoding="utf-8")
         shapes = {name: tuple(entry.shape) for name, entry in read_safetensors_header(folder / WEIGHTS)[0].items()}
@@ -151,7 +151,7 @@ class AdapterFormat:
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
     def for_unchanged_base(self) -> "AdapterFormat":
-        """Return the format of an equivalent adapter for the unchanged base model (PiSSA and OLoRA change its weights).
+        """Return the format of an equivalent adapter for the original base model, whose weights PiSSA and OLoRA change.
 
         W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
         loads a second adapter into the model, which must not happen during training.
@@ -167,7 +167,7 @@ class AdapterFormat:
 def stack_difference(
     trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Stack trained and initial factors into the tensors of `AdapterFormat.for_unchanged_base`."""
+    """Return the factors of the trained minus the initial adapter, in the format of `for_unchanged_base`."""
     joined = dict(trained)
     for name, value in trained.items():
         if "lora_A" in name:

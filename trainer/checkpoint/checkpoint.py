@@ -45,7 +45,7 @@ class RankState:
 
     @classmethod
     def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
-        """Queue copies of everything except `state`; the copies are valid after `copies.wait()`."""
+        """Queue copies of everything except `state`. The copies are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.collect_pieces()
         if pieces is not None:
@@ -93,8 +93,8 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     engine_state = EngineState(engine)
     if misfit := engine_state.find_mismatch(tensors):
         raise UserError(
-            f"{checkpoint}: {misfit}, so it belongs to another model or adapter; use the settings it was trained with, "
-            f"or start a new run with lora.adapter_path: {checkpoint}"
+            f"{checkpoint}: {misfit}, so it was saved with another model, adapter or optimizer; use the settings of "
+            f"that run, or start a new run with lora.adapter_path: {checkpoint}"
         )
     exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
     engine_state.restore_averages(state.get("averages", []))

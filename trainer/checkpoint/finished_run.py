@@ -39,7 +39,7 @@ BASE_MODEL_HELP = "location of the base model, if it was moved"
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run; `folder` contains the adapter and is `run_dir` or a checkpoint in it."""
+    """A finished run. `folder` contains the adapter and is `run_dir` or a checkpoint in it."""
 
     folder: Path
     run_dir: Path
@@ -57,7 +57,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, base_model_help: str) -> 
 def find_run(
     folder: Path, base_model: str | None = None, *, needs_base: bool = True, allow_mismatch: bool = False
 ) -> FinishedRun:
-    """Return the run in `folder`, an output folder or checkpoint; `base_model` replaces the recorded base model.
+    """Return the run in `folder`, an output folder or checkpoint. `base_model` replaces the recorded base model.
 
     Raises UserError if the folder contains no run or adapter, its configuration cannot be read, the base model's folder
     is missing (with `needs_base`), or anything differs from training (without `allow_mismatch`).
@@ -120,7 +120,7 @@ def _check_adapter(folder: Path, run_dir: Path) -> None:
 
 
 def _read_config(run_dir: Path) -> RunConfig:
-    """Return the run's settings; paths that exist relative to the run's working directory become absolute."""
+    """Return the run's settings. Paths that exist relative to the run's working directory become absolute."""
     path = run_dir / CONFIG
     settings = read_json(path)
     started_in = check_type(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
@@ -151,7 +151,7 @@ def load_saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the plain-text prompt format, or None for the chat template; `raw` and `chat` override the run's."""
+    """Return the plain-text prompt format, or None for the chat template. `raw` and `chat` override the run's."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
@@ -166,7 +166,7 @@ def default_device() -> torch.device:
 def load_trained_model(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     """Load the PEFT model in the run's precision, with weights quantized as in training (QLoRA, `training.qat`).
 
-    Raises UserError if the base model is missing or the adapter does not fit it.
+    Raises UserError if the base model is missing or does not match the adapter.
     """
     config = run.config
     dtype = DTYPES[resolve_precision(config.training.precision, device)]
@@ -200,7 +200,7 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_fp32: bool
     resize_to_vocabulary(base, tokenizer)
     if run.config.model.has_score:
         base.config.pad_token_id = tokenizer.pad_token_id  # transformers uses it to find the end of a text
-    error_prefix = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
+    error_prefix = f"{run.folder}: its adapter does not match base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), error_prefix=error_prefix, in_fp32=in_fp32)
 
 

@@ -1,7 +1,7 @@
 """Record the identity of a run (base model, tokenizer, adapter, data), and compare it before the run is loaded.
 
 Checkpoints record it in state.json (`run`), finished runs in run.json (`identity`). Resuming compares everything and
-reports all differences together. `training.resume_changes` allows the changes that it names; changes that do not fit
+reports all differences together. `training.resume_changes` allows the changes that it names; changes that do not match
 the optimizer state (the adapter's rank or layers) are always rejected. Commands compare the parts that determine the
 model they load.
 """
@@ -34,7 +34,7 @@ MODEL_SETTINGS, SPLIT_SETTINGS = tuple(TABLES["model"]), tuple(TABLES["split"])
 
 
 class Identity(BaseModel):
-    """A recorded identity; values that are unknown before the ranks start are None."""
+    """A recorded identity. Values that are unknown before the ranks start are None."""
 
     names: dict[str, str | None] = {}
     settings: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class Difference:
 def build_identity(
     config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
 ) -> Identity:
-    """Return the identity of a run that is about to train; without `prepared`, only its base model and settings."""
+    """Return the identity of a run that is about to train. Without `prepared`, it only has base model and settings."""
     # Divide `global_batch_size` among the ranks if their number is known.
     shared, data_ranks = config, config.data_ranks(world_size or 1)
     if prepared is not None and world_size is not None:
@@ -91,7 +91,7 @@ def read_recorded_identity(folder: Path) -> Identity | None:
 
 
 def find_differences(recorded: Identity, current: Identity, name: str) -> list[Difference]:
-    """List how `current` differs from `recorded`, the identity stored in `name`; unknown values count as equal."""
+    """List how `current` differs from `recorded`, the identity stored in `name`. Unknown values count as equal."""
     differences = []
     for setting in (setting for setting in current.settings if setting in recorded.settings):
         old, new = recorded.settings[setting], current.settings[setting]
@@ -166,7 +166,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
 
 
 def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
-    """Check that base model and tokenizer (`origin`) match the adapter at lora.adapter_path; return warnings.
+    """Check that base model and tokenizer (`origin`) match the adapter at lora.adapter_path. Return warnings.
 
     Raises UserError if they differ or the adapter changed after training, unless lora.allow_mismatch is set.
     """
@@ -302,7 +302,7 @@ def plan_resumption(
 def describe_finished(step: int, total_steps: int) -> str:
     return (
         f"the checkpoint is at step {step}, but training.max_steps or epochs amount to {total_steps} steps, so "
-        "nothing is left to train; raise them to continue"
+        "nothing is left to train; raise max_steps or epochs"
     )
 
 

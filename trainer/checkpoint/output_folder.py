@@ -40,9 +40,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
     if config.runs:
         has_checkpoint = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
         if to_train and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
-            raise UserError(
-                "training.resume_from_checkpoint=latest: no adapter has a checkpoint to resume from; remove it"
-            )
+            raise UserError("training.resume_from_checkpoint=latest: no adapter has a checkpoint; remove the setting")
         return
     if to_train:
         choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
@@ -64,7 +62,7 @@ def check_early(config: RunConfig, *, to_train: bool = True) -> None:
 
 
 def prefix_errors(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
-    """Return the result of `check` for one adapter's run; prefix its errors with the adapter's name."""
+    """Return the result of `check` for one adapter's run. Prefix its errors with the adapter's name."""
     try:
         return check(run, *arguments, **options)
     except UserError as error:
@@ -92,7 +90,7 @@ def check_output_folder(config: RunConfig) -> None:
 
 
 def check_no_conflict(config: RunConfig) -> None:
-    """Raise UserError unless a run may start or resume in the folder; the caller holds its lock."""
+    """Raise UserError unless a run may start or resume in the folder. The caller holds its lock."""
     problem = _find_conflict(config)
     if problem:
         raise UserError(f"output_dir={config.output_dir}: {problem}")

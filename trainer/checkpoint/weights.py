@@ -37,7 +37,7 @@ def write_adapter(
     """Write gathered factors in PEFT's format and verify the file.
 
     With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
-    difference from it, which fits the unchanged base model.
+    difference from that adapter, which applies to the unchanged base model.
     Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B is still
     zero although `must_have_moved`; NotReloadableError if PEFT could not load the file completely.
     """
@@ -66,7 +66,7 @@ def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path)
 def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Gather full weights by name on the CPU of rank 0, one tensor at a time; other ranks return an empty dict.
+    """Gather full weights by name on the CPU of rank 0, one tensor at a time. Other ranks return an empty dict.
 
     `copy(name, tensor)` copies a tensor to the CPU. A collective call.
     """

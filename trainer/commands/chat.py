@@ -63,7 +63,7 @@ class Conversation:
                 break
             recent = recent[2:]
         if row.shape[1] >= longest:
-            raise UserError(f"the turn has {row.shape[1]} tokens, and the model's context is {longest}; shorten it")
+            raise UserError(f"the turn has {row.shape[1]} tokens, but the context is {longest}; shorten the turn")
         if self.prompt_form is None and len(recent) < len(turns):
             print(f"note: the first {len(turns) - len(recent)} turns no longer fit in the context", file=sys.stderr)
         return row, images

@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model; unless the base model is needed too (`both`), merge the adapter or fuse it."""
+    """Load the trained model. Unless the base model is needed too (`both`), merge the adapter or fuse it."""
     model = load_trained_model(run, tokenizer, default_device())
     if both:
         return model
@@ -122,12 +122,12 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
 def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
-    """Yield prompts with their token ids; report prompts that cannot be answered, and add them to `failed`."""
+    """Yield prompts with their token ids. Report prompts that cannot be answered, and add them to `failed`."""
     for prompt in map(replace_invalid, prompts):
         try:
             row = encode(prompt)
             if longest is not None and row.shape[1] >= longest:
-                problem = f"the prompt has {row.shape[1]} tokens, and the model's context is {longest}; shorten it"
+                problem = f"the prompt has {row.shape[1]} tokens, but the context is {longest}; shorten the prompt"
                 raise UserError(problem)
             yield prompt, row
         except UserError as error:
@@ -244,10 +244,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.raw and arguments.system is not None:
         raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one of them")
     if not all(prompt.strip() for prompt in arguments.prompts):
-        raise UserError("PROMPT: empty; write a question, or remove it to answer standard input")
+        raise UserError("PROMPT: empty; write a question, or omit PROMPT to answer standard input")
     arguments.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if arguments.temperature == 0 and arguments.top_p < 1:
-        raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; set a temperature, or remove it")
+        raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; remove one of them")
     return arguments
 
 

@@ -30,7 +30,7 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write acces
 
 
 def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Write the files to upload to `folder`, and the model card also to the adapter's folder; return them sorted."""
+    """Write the files to upload to `folder`, and the model card also to the adapter's folder. Return them sorted."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     get_adapter_class(run).write_upload_files(run, folder)
@@ -56,7 +56,7 @@ def read_records(run: FinishedRun) -> list[Record]:
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Create the repository if necessary and commit `folder` to it; return its URL.
+    """Create the repository if necessary and commit `folder` to it. Return its URL.
 
     Raises UserError if the Hub is unreachable or rejects the upload; the message contains no part of the token.
     """
@@ -70,7 +70,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
         raise UserError(f"{repo}: {_explain_refusal(error.response.status_code)}") from None
     except (HTTPError, OSError) as error:
         raise UserError(
-            f"{repo}: the hub at {api.endpoint} cannot be reached ({type(error).__name__}); "
+            f"{repo}: the Hub at {api.endpoint} cannot be reached ({type(error).__name__}); "
             "check the network, or try again later"
         ) from None
     return str(created)
@@ -79,11 +79,11 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
 def _explain_refusal(status: int) -> str:
     """Explain why the Hub rejected an upload, without quoting the response, which may contain the request."""
     reasons = {
-        401: f"the hub does not accept the token; {LOGIN}",
+        401: f"the Hub does not accept the token; {LOGIN}",
         403: "the token may not write there; use your own namespace, and a token with write access",
-        404: "no such user or organization on the hub; check the name before the slash",
+        404: "no such user or organization on the Hub; check the name before the slash",
     }
-    return reasons.get(status, f"the hub refused the upload (HTTP {status}); try again later")
+    return reasons.get(status, f"the Hub refused the upload (HTTP {status}); try again later")
 
 
 @reports_errors()
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face Hub."
     )
     add_run_arguments(parser, "the base model's Hub ID, if a folder was used")
-    parser.add_argument("repo", metavar="REPO", help="owner/name on the hub; created if missing")
+    parser.add_argument("repo", metavar="REPO", help="owner/name on the Hub; created if missing")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
     arguments = parser.parse_args(argv)
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     run = find_run(arguments.run, arguments.base_model, needs_base=False, allow_mismatch=arguments.allow_mismatch)
     check_output_file(run.folder / CARD, str(run.folder / CARD))
     if not arguments.dry_run and get_token() is None:
-        raise UserError(f"{repo}: not logged in to the hub; {LOGIN}")
+        raise UserError(f"{repo}: not logged in to the Hub; {LOGIN}")
     if not arguments.dry_run and is_offline_mode():
         raise UserError(f"{repo}: HF_HUB_OFFLINE is set; unset it to upload")
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:

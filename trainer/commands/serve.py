@@ -62,7 +62,7 @@ def export_once(run: FinishedRun, form: str, output: Path) -> Path:
         export(run, form, output)
         print(f"exported to {output}")
     elif output.stat().st_mtime < (run.folder / WEIGHTS).stat().st_mtime:
-        raise UserError(f"{output}: is older than the adapter; delete it to export the adapter again")
+        raise UserError(f"{output}: is older than the adapter; delete the old export to export again")
     return output
 
 

@@ -31,7 +31,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
     if arguments.price is not None and not 0 < arguments.price < float("inf"):
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
-        raise UserError("--network: missing, but the GPUs are on several hosts; add it, such as --network 50GB/s")
+        raise UserError("--network: missing, but the GPUs are on several hosts; add it, for example --network 50GB/s")
     if not find_model_kind(config).task(config).predicts_time:
         fix = "estimate without --network, --price and --card"
         raise UserError(f"task={config.task}: its speed cannot be predicted; {fix}")
@@ -65,7 +65,7 @@ def resolve_network_bandwidth(planner: Planner, arguments: argparse.Namespace) -
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """Parse a number with one of `units`, such as `50GB/s`; return None if it is invalid."""
+    """Parse a number with one of `units`, such as `50GB/s`. Return None if it is invalid."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
     unit = units.get(match[2].upper()) if match else None
     return None if match is None or unit is None else float(match[1]) * unit

@@ -156,7 +156,7 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
         if source is None:
             continue
         if not source.path and label != "dataset":
-            yield Mistake(f"{label}.path", None, "missing", "use a file, a folder or a dataset on the hub")
+            yield Mistake(f"{label}.path", None, "missing", "use a file, a folder or a dataset on the Hub")
         if source.weight != 1.0 and not label.startswith("dataset.mix"):
             problem = "only applies to sources of dataset.mix"
             yield Mistake(f"{label}.weight", f"{source.weight:g}", problem, "remove it")
@@ -164,7 +164,7 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
             problem = f"needs {label}.template with {{field}} placeholders and {label}.fields.completion"
             yield Mistake(f"{label}.format", "custom", problem, involves=f"{label}.template {label}.fields.completion")
         if unknown := [role for role in source.roles if role not in ROLES]:
-            fix = f"list your names under {', '.join(ROLES)}"
+            fix = f"use the keys {', '.join(ROLES)}, and list the names in your data as their values"
             yield Mistake(f"{label}.roles.{unknown[0]}", None, "unknown role", fix)
         counts = Counter(name for names in source.roles.values() for name in {*names})
         for name in [name for name, count in counts.items() if count > 1]:
@@ -240,7 +240,7 @@ def describe_unusual_settings(config: RunConfig) -> list[str]:
     warnings = []
     if scu.enabled and scu.target != "auto" and scu.controller in ("linear", "cosine", "none"):
         # Not a mistake: `zerolora compare` runs every controller with the settings of one file.
-        problem = f"has no effect, because scu.controller is {scu.controller}; set scu.controller: pi, or remove it"
+        problem = f"has no effect with scu.controller: {scu.controller}; use controller: pi, or remove scu.target"
         warnings.append(f"scu.target={scu.target:g}: {problem}")
     if training.learning_rate > HIGHEST_USUAL_RATE:
         warnings.append(
@@ -251,7 +251,7 @@ def describe_unusual_settings(config: RunConfig) -> list[str]:
         scale = lora.alpha / (lora.r**0.5 if lora.rslora else lora.r)
         if scale > LARGEST_USUAL_SCALE:
             warnings.append(
-                f"lora.alpha={lora.alpha:g}: scales the update by {scale:g} at lora.r={lora.r}; 1 or 2 are usual, so "
+                f"lora.alpha={lora.alpha:g}: scales the update by {scale:g} at lora.r={lora.r}, where 1 or 2 is usual; "
                 "expect the loss to rise"
             )
     data, held_out = config.dataset, config.dataset.evaluation

@@ -18,7 +18,7 @@ _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split a `name=value` override and convert the value to the setting's type; strings need no quotes.
+    """Split a `name=value` override and convert the value to the setting's type. Strings need no quotes.
 
     Raises UserError if the override has another syntax or an unclosed bracket.
     """
@@ -81,9 +81,9 @@ Main = Callable[[list[str] | None], int | None]
 
 
 def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[..., int]]:
-    """Decorate a command to return an exit code: 0 or its result, 2 for a user error, 1 for one of `failures`.
+    """Decorate a command to print errors on one line of stderr and return an exit code.
 
-    Errors are printed to stderr on one line.
+    The code is the command's result or 0, 2 for a user error, and 1 for one of `failures`.
     """
 
     def decorate(main: Main) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""The settings of training and held-out data; the text under a field is its documentation."""
+"""The settings of training and held-out data. The text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -35,13 +35,13 @@ class SourceSection(Section):
     """A .jsonl, .json, .parquet, .csv or .txt file, a folder of such files, the URL of either on an object store, such
     as s3://bucket/data, or the Hub ID of a dataset."""
     name: Annotated[str | None, _FROM_HUB, _UNMIXED] = None
-    """Configuration (subset) of a hub dataset."""
+    """Configuration (subset) of a Hub dataset."""
     revision: Annotated[str | None, _FROM_HUB, _UNMIXED] = None
-    """Branch, tag or commit of a hub dataset."""
+    """Branch, tag or commit of a Hub dataset."""
     data_files: Annotated[Words, _UNMIXED] = ()
-    """Files to read from a folder or hub dataset, instead of all: names or patterns such as part-*.jsonl."""
+    """Files to read from a folder or Hub dataset, instead of all: names or patterns such as part-*.jsonl."""
     split: Annotated[str, _UNMIXED] = "train"
-    """Split of a hub dataset or of a folder that has splits."""
+    """Split of a Hub dataset or of a folder that has splits."""
     format: Annotated[Literal[
         "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom", "preference", "unpaired",
     ], *_TEXT] = "auto"  # fmt: skip

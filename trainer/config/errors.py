@@ -82,7 +82,7 @@ _PATH_FIXES = {
 
 
 def convert_path_error(error: OSError) -> UserError | None:
-    """Convert an OSError about permissions or an invalid path to a UserError; return None for other errors.
+    """Convert an OSError about permissions or an invalid path to a UserError. Return None for other errors.
 
     Any file operation may raise such an error, so commands convert it in one place instead of checking every path.
     """
@@ -102,9 +102,9 @@ def describe_first(error: ValidationError) -> str:
 def describe_problem(error: ErrorDetails) -> str:
     """Describe pydantic's error in terms of the values that the setting accepts."""
     if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
-        return f"must be text, not a {'list' if isinstance(error['input'], list) else 'map'}"
+        return f"must be a string, not a {'list' if isinstance(error['input'], list) else 'mapping'}"
     if error["type"] == "string_type" and isinstance(error["input"], bool):
-        return f"must be text, not {str(error['input']).lower()}"
+        return f"must be a string, not {str(error['input']).lower()}"
     if template := PROBLEMS.get(error["type"]):
         bounds = {
             name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value
@@ -130,7 +130,7 @@ def join_choices(choices: Iterable[str]) -> str:
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """Format a value as YAML on one printable line; long values are cut in the middle."""
+    """Format a value as YAML on one printable line. Long values are cut in the middle."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -183,6 +183,6 @@ MISSING_DATA = Mistake(
     None,
     "missing",
     "set it to the training data, such as dataset.path=train.jsonl: a .jsonl, .json, .parquet, .csv or .txt file, a "
-    "folder of them, or a dataset on the hub, with records of messages | conversations | instruction + output | "
+    "folder of them, or a dataset on the Hub, with records of messages | conversations | instruction + output | "
     "prompt + completion | text",
 )

@@ -39,14 +39,14 @@ def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
         return Mistake(name, None, "missing", f"it has no default; write `{path[-1]}: ...`{inner}")
     if value is None:
-        return Mistake(name, None, "empty", "write a value, or remove it")
+        return Mistake(name, None, "empty", "write a value, or remove the setting")
     if error["type"] == "tuple_type" and section:
         return Mistake(
             name, value, f"must be a list of sections, such as [{{{next(iter(section.model_fields))}: ...}}]"
         )
     if error["type"] == "string_type" and isinstance(value, (list, dict)):
         fix = "use dataset.mix for several sources" if name == "dataset.path" else "put it in quotes"
-        return Mistake(name, value, f"must be text, not a {'list' if isinstance(value, list) else 'map'}", fix)
+        return Mistake(name, value, f"must be a string, not a {'list' if isinstance(value, list) else 'mapping'}", fix)
     if error["type"] in ("model_type", "model_attributes_type") and section:
         return build_section_mistake(name, section, value)
     problem, above = describe_problem(error), find_section(path[:-1])
@@ -111,7 +111,7 @@ def find_section(path: Sequence[str]) -> type[BaseModel] | None:
 def _follow_location(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
     """Return the parts of pydantic's location that the user wrote, and the section at that location or None.
 
-    The other parts name alternatives of a union; they are not fields, list indices or keys of a map.
+    The other parts name alternatives of a union; they are not fields, list indices or keys of a mapping.
     """
     section: type[BaseModel] | None = RunConfig
     path: list[str] = []

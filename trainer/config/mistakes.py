@@ -26,9 +26,9 @@ class Mistakes:
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
-        """Our names of the configured settings -> the names that were typed."""
+        """Maps our name of each configured setting to its name as typed."""
         self.fractions: dict[str, float] = {}
-        """Settings in steps that were typed as fractions of the run -> the fraction."""
+        """Maps each setting in steps that was typed as a fraction of the run to the fraction."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
@@ -39,7 +39,7 @@ class Mistakes:
         self._overridden.setdefault(name, len(self._overridden))
 
     def add(self, mistake: Mistake) -> None:
-        """Add a mistake; only the first mistake of each setting is kept."""
+        """Add a mistake. Only the first mistake of each setting is kept."""
         order, location = self._locate(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
         value = self.fractions.get(mistake.setting, mistake.value)
@@ -72,10 +72,7 @@ class Mistakes:
                 self.add(mistake)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
-        """Add invalid combinations, except those that involve an invalid setting.
-
-        Returns the intentionally unused settings, by reason.
-        """
+        """Add invalid combinations of valid settings. Return the intentionally unused settings, by reason."""
         entries = [(name, entry) for name, (_, entry) in self._entries.items()]
         invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
         unused, intended = self._split_unused(config, invalid)
@@ -87,9 +84,9 @@ class Mistakes:
     def _split_unused(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
-        """Split configured settings without effect into mistakes, one per reason, and intentionally unused settings.
+        """Return the configured settings that have no effect: a mistake per reason, and the intentional ones by reason.
 
-        `invalid` settings already have a mistake.
+        Settings in `invalid` already have a mistake and are skipped.
         """
         mistaken: dict[str, list[UnusedSetting]] = {}
         intended: dict[str, list[UnusedSetting]] = {}
@@ -182,12 +179,12 @@ class UserSettings:
         self.mistakes = Mistakes(path, lines)
 
     def add_file(self, tree: Mapping[Any, Any]) -> None:
-        """Add the settings of a file; a setting under two names is a mistake."""
+        """Add the settings of a file. A setting under two names is a mistake."""
         for name, value in self._flatten_file(tree):
             self.add(name, value)
 
     def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
-        """Remove settings without effect, with a note; keep settings that another setting replaces."""
+        """Remove settings without effect, with a note. Keep settings that another setting replaces."""
         for reason, settings in unused.items():
             for setting in settings:
                 if not setting.need.replaces:
@@ -211,7 +208,7 @@ class UserSettings:
                 yield _format_key(key), value
 
     def add(self, name: str, value: Any, *, override: bool = False) -> None:
-        """Add a setting under any of its names; `override` replaces the file's value."""
+        """Add a setting under any of its names. `override` replaces the file's value."""
         if override:
             self.mistakes.mark_overridden(name)
         if (name in ADVICE and value in (None, [], {}, "")) or (name in ALIASES and value is None):

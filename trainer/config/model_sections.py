@@ -1,4 +1,4 @@
-"""The settings of the base model, its adapter and its quantization; the text under a field is its documentation."""
+"""The settings of the base model, its adapter and its quantization. The text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,7 @@ class ModelSection(Section):
     """The base model and its tokenizer."""
 
     revision: Annotated[str | None, Needs("base_model .tokenizer", (HUB,))] = None
-    """Branch, tag or commit of the model on the hub."""
+    """Branch, tag or commit of the model on the Hub."""
     tokenizer: Annotated[PathText | None, LANGUAGE] = None
     """Folder or Hub ID of a tokenizer to use instead of the model's."""
     trust_remote_code: Annotated[bool, LANGUAGE] = False
@@ -110,7 +110,7 @@ class LoraSection(Section):
 
     @property
     def image_parts(self) -> str:
-        """Value of `vision.train`."""
+        """Parts of the vision model to train, copied from `vision.train`."""
         return self._image_parts
 
 
@@ -119,7 +119,7 @@ class VisionSection(Section):
 
     train: Annotated[Literal["none", "projector", "lora"], Needs("adapter", ("lora", "qlora")), _NEW_ADAPTER] = "none"
     """Parts to train in addition to the language model. `projector`: all weights of the layers that map image features
-    to embeddings. `lora`: adapters on the layers of vision tower and projector that match `lora.target_modules`."""
+    to embeddings. `lora`: adapters on layers of the vision tower and projector that match `lora.target_modules`."""
     cache: bool = False
     """Compute the features of all images before training and keep them in `dataset.cache_dir`, so that steps are as
     fast as for text. Needs 2 H bytes per image token in bf16, with H the hidden size of the language model."""
@@ -136,7 +136,7 @@ class QuantizationSection(Section):
     double_quant: Annotated[bool, _FOUR_BITS] = True
     """4 bits: also quantize the block scales (saves 0.4 bits per weight)."""
     block_size: Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], _FOUR_BITS] = 64
-    """4 bits: number of weights per scale. Pre-quantized models on the hub have 64; for other sizes, weights are
+    """4 bits: number of weights per scale. Pre-quantized models on the Hub have 64; for other sizes, weights are
     quantized when they are loaded."""
 
     @property

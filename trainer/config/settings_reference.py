@@ -15,7 +15,7 @@ from trainer.config.needs import list_needs
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
 
-NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", NoneType: "none", Any: "anything"}
+NAMES = {str: "string", int: "integer", float: "number", bool: "true | false", NoneType: "none", Any: "anything"}
 
 
 def format_reference(width: int = 100) -> str:
@@ -71,7 +71,7 @@ def _format_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) ->
     if origin is tuple:
         return f"list of {_format_type(arguments[0])}"
     if origin is dict:
-        return f"map of {_format_type(arguments[0])} to {_format_type(arguments[1])}"
+        return f"mapping of {_format_type(arguments[0])} to {_format_type(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return re.sub(r"Section$", "", annotation.__name__).lower() + " section"
     return NAMES[annotation] + _format_range(metadata)

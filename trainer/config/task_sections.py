@@ -1,4 +1,4 @@
-"""Task-specific settings: preferences, rewards and images; the text under a field is its documentation."""
+"""Task-specific settings: preferences, rewards and images. The text under a field is its documentation."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -24,14 +24,14 @@ def _parse_loss_weights(value: Any) -> Any:
     names = [value] if isinstance(value, str) else value
     weights = dict.fromkeys(map(str, names), 1.0) if isinstance(names, list | tuple) else value
     if not isinstance(weights, dict) or not weights:
-        raise ValueError("must be the name of a loss, or a map of losses and weights; use dpo, or {dpo: 1.0, sft: 0.2}")
+        raise ValueError("must be a loss, or a mapping of losses to weights; use dpo, or {dpo: 1.0, sft: 0.2}")
     for name, weight in weights.items():
         if name not in LOSSES:
             raise ValueError(f"{name} is not a loss; choose from {', '.join(LOSSES)}")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {name} must be a number above 0")
     if "kto" in weights and len(weights) > 1:
-        raise ValueError("kto learns from labeled answers and the others from pairs; use kto alone, or remove it")
+        raise ValueError("kto learns from labeled answers and the others from pairs; use kto alone, or remove kto")
     return weights
 
 

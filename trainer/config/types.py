@@ -41,7 +41,7 @@ def _parse_words(value: Any) -> Any:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether a layer name is a regular expression, which has characters that names do not have."""
+    """Return whether `name` contains regex metacharacters, so that it is a pattern and not a layer name."""
     return re.search(r"[\\^$*+?{}\[\]|()]", name) is not None
 
 
@@ -53,7 +53,7 @@ def _parse_layer_names(value: Any) -> Any:
 
 
 def check_regex(text: str) -> str:
-    """Return `text` if it is a valid regular expression; raises ValueError otherwise."""
+    """Return `text` if it is a valid regular expression. Raises ValueError otherwise."""
     try:
         re.compile(text)
     except re.error as error:

@@ -47,7 +47,7 @@ def is_null(annotation: Any, value: str) -> bool:
 
 
 def parse_value(annotation: Any, value: Any) -> Any:
-    """Convert a value to the type of its setting; raises ValueError for a boolean written as `yes` or 1."""
+    """Convert a value to the type of its setting. Raises ValueError for a boolean written as `yes` or 1."""
     types = list_accepted_types(annotation)
     is_number = bool(types & {int, float})
     if isinstance(value, bool):
@@ -75,7 +75,7 @@ def parse_value(annotation: Any, value: Any) -> Any:
         if isinstance(value, str) and word in ("true", "false"):
             return word == "true"
         if isinstance(value, str) and word in _TRUE + _FALSE:
-            raise ValueError(f"{allowed}, not text; write {str(word in _TRUE).lower()}")
+            raise ValueError(f"{allowed}, not a string; write {str(word in _TRUE).lower()}")
         raise ValueError(allowed)
     return value
 

@@ -25,7 +25,7 @@ _HINTS = {
     "expected '<document start>'": "write settings as `name: value`, without lines of `...` or %YAML",
     "mapping values are not allowed": "put text with a colon in quotes",
 }
-# Raised by PyYAML for a value that does not fit its explicit tag, such as !!bool.
+# Raised by PyYAML for a value that does not match its explicit tag, such as !!bool.
 TAG_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 _RULES = {
     "null": (r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -101,7 +101,7 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Dumps YAML; quotes strings that YAML 1.1 or 1.2 would parse as another type."""
+    """Dumps YAML. Quotes strings that YAML 1.1 or 1.2 would parse as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         lines_are_printable = "\n" in text and all(line.isprintable() for line in text.split("\n"))
@@ -117,12 +117,12 @@ _CoreDumper.add_representer(str, _CoreDumper.represent_text)
 
 
 def dump(tree: Any, **style: Any) -> str:
-    """Format values as YAML that has the same meaning in versions 1.1 and 1.2; `style` is passed to PyYAML."""
+    """Format values as YAML that has the same meaning in versions 1.1 and 1.2. `style` is passed to PyYAML."""
     return str(yaml.dump(tree, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, **style))
 
 
 def parse(text: str) -> Any:
-    """Parse YAML without comments; raises ValueError if it is invalid, UserError for duplicate keys."""
+    """Parse YAML without comments. Raises ValueError if it is invalid, UserError for duplicate keys."""
     try:
         loader = _CoreLoader(text)  # rejects control characters
         node = loader.get_single_node()
@@ -148,13 +148,13 @@ def parse_scalar(text: str) -> Any:
 
 
 def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Return the settings in a file; raises UserError if it cannot be read or has no settings."""
+    """Return the settings in a file. Raises UserError if it cannot be read or has no settings."""
     fix = "check its name" if loader_class is Yaml11Loader else PRESETS
     return parse_yaml(path, read_text(path, fix), loader_class)
 
 
 def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Parse the content of the file `path`; raises UserError if it has no settings."""
+    """Parse the content of the file `path`. Raises UserError if it has no settings."""
     try:
         loader = loader_class(text)
         node = loader.get_single_node()
@@ -173,7 +173,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
     except (yaml.YAMLError, *TAG_ERRORS) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(f"a tag that does not fit ({error})".split())
+        problem = getattr(error, "problem", None) or " ".join(f"a tag that does not match its value ({error})".split())
         hint = next((f"; {hint}" for start, hint in _HINTS.items() if problem.startswith(start)), "")
         raise UserError(f"{path}: not valid YAML{where}: {problem}{hint}") from None
     if not isinstance(tree, dict):
@@ -185,7 +185,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
 
 
 def read_text(path: Path, fix: str = PRESETS) -> str:
-    """Return the text of a file; raises UserError if it cannot be read (with `fix` if it does not exist)."""
+    """Return the text of a file. Raises UserError if it cannot be read (with `fix` if it does not exist)."""
     try:
         return decode_text(read_bytes(path, MAX_BYTES), path)
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def read_text(path: Path, fix: str = PRESETS) -> str:
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
-    """Return the number of values of a node with every alias expanded; raises UserError if there are too many."""
+    """Return the number of values of a node with every alias expanded. Raises UserError if there are too many."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in known:

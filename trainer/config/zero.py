@@ -20,7 +20,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
         fix = "the stage is set with zero.stage"
-        yield Mistake("zero.extra.zero_optimization", shown(partition), "must be a map", fix)
+        yield Mistake("zero.extra.zero_optimization", shown(partition), "must be a mapping", fix)
         return
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
     for key, value in entries.items():
@@ -41,7 +41,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def gathers_by_layer(config: RunConfig) -> bool:
-    """Return whether our code shards and gathers the base model per layer; DeepSpeed's engine is then at stage 2."""
+    """Return whether our code shards and gathers the base model per layer. DeepSpeed's engine is then at stage 2."""
     return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_problem(config) is None
 
 
@@ -65,7 +65,7 @@ def find_layer_gather_problem(config: RunConfig) -> str | None:
     if config.lora.dora or read_initial_adapter(config).get("use_dora"):
         return "DoRA needs unpartitioned weights for its initialization"
     if config.lora.adapter_path and not Path(config.lora.adapter_path).is_dir():
-        return "the type of an adapter on the hub is unknown before it is loaded"
+        return "the type of an adapter on the Hub is unknown before it is loaded"
     if "zero_optimization" in config.zero.extra:
         return "zero.extra sets DeepSpeed's own stage 3"
     return None

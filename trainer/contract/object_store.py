@@ -1,8 +1,8 @@
 """Copy files from and to object stores (s3://, gs://, hf:// and others, through fsspec).
 
 A run with such an `output_dir` works in a local copy: `fetch_run` downloads checkpoints that the copy lacks, and
-`upload_run` makes the store equal to the copy. COMPLETE, which has the checksums of a checkpoint, is copied last and
-deleted first, so that resuming skips a checkpoint with an interrupted upload, as on a disk.
+`upload_run` uploads what the store lacks. COMPLETE, which has the checksums of a checkpoint, is copied last and deleted
+first, so that resuming skips a checkpoint with an interrupted upload, as on a disk.
 """
 
 import json
@@ -25,7 +25,7 @@ VERSION = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime"
 
 @contextmanager
 def open_store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the file system and path of a URL; convert errors to UserErrors prefixed with `named` or the URL."""
+    """Yield the file system and path of a URL. Convert errors to UserErrors prefixed with `named` or the URL."""
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -80,7 +80,7 @@ def fetch_data(url: str, named: str) -> Path:
 
 
 def open_run(text: str) -> Path:
-    """Return the local folder of a run or checkpoint; fetch it first if it is in an object store."""
+    """Return the local folder of a run or checkpoint. Fetch it first if it is in an object store."""
     if not is_remote(text):
         return Path(text)
     folder = get_local_copy(text)
@@ -115,9 +115,9 @@ def fetch_run(run_dir: Path) -> None:
 
 
 def upload_run(run_dir: Path) -> str | None:
-    """Make the store equal to the copy, and return the store's URL; return None if the folder is not a copy.
+    """Upload what the store lacks from a run's local copy. Return the store's URL, or None if `run_dir` is not a copy.
 
-    Deletes checkpoints that only the store has: this run fetched them, and then moved or deleted its copies.
+    Deletes stored checkpoints that are missing locally: this run downloaded them, then moved or deleted its copies.
     """
     if (url := get_remote_url(run_dir)) is None:
         return None

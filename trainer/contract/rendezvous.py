@@ -1,4 +1,4 @@
-"""Read the rank of a process from the variables of its launcher; choose the addresses and ports of a run.
+"""Read the rank of a process from the variables of its launcher. Choose the addresses and ports of a run.
 
 | started by                           | rank                 | ranks                 | rank on its host           |
 |--------------------------------------|----------------------|-----------------------|----------------------------|
@@ -28,7 +28,7 @@ FAMILIES = {
     SRUN: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 FIRST_PORT, PORTS = 10_000, 20_000
-"""Range of rendezvous ports, above those of services and below those of outgoing connections (from 32768)."""
+"""Range of rendezvous ports: above common services, below the ephemeral port range (from 32768 on Linux)."""
 
 
 def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
@@ -70,10 +70,10 @@ def random_port() -> int:
 
 
 def find_free_port() -> int:
-    """Return a free port outside the range of outgoing connections. Raises UserError after 100 attempts."""
+    """Return a free port below the ephemeral port range. Raises UserError after 100 attempts."""
     for _ in range(100):
         port = random_port()
-        with socket.socket() as listener, suppress(OSError):  # the port is taken
+        with socket.socket() as listener, suppress(OSError):  # the port is in use
             listener.bind(("", port))
             return port
     raise UserError(

@@ -1,1 +1,1 @@
-"""Convert files and hub datasets to masked, packed and deterministic micro-batches."""
+"""Convert files and Hub datasets to masked, packed and deterministic micro-batches."""

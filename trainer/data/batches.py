@@ -119,7 +119,7 @@ class PairBatch(MicroBatch):
 
     @property
     def target_count(self) -> int:
-        """Number of pairs; a pair shared by several ranks counts once."""
+        """Number of pairs. A pair shared by several ranks counts once."""
         return len(self.document_targets) // 2 if self.sequence is None or self.sequence.rank == 0 else 0
 
     @property
@@ -151,7 +151,7 @@ class GlobalBatches:
 
 
 class Batches(GlobalBatches):
-    """Provides this rank's part of every global batch; the order of an epoch depends only on the seed and the epoch.
+    """Provides this rank's part of every global batch. The order of an epoch depends only on the seed and the epoch.
 
     `by_tokens` selects `dataset.batching: tokens`; `layout` is passed to `collate`.
     """
@@ -267,7 +267,7 @@ class StreamBatches(GlobalBatches):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the stream position; `step_batches` resumes there if its `offset` matches the state's."""
+        """Restore the stream position. `step_batches` resumes there if its `offset` matches the state's."""
         self._state = state
         self._position = -1
 
@@ -315,7 +315,7 @@ class StreamBatches(GlobalBatches):
 def iterate_evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches of one pass, in order; some may be empty, so that all ranks get the same number."""
+    """Yield this rank's batches of one pass, in order. Some may be empty, so that all ranks get the same number."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -333,7 +333,7 @@ def collate(
     sequence: SequencePart | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """Collate samples to tensors, in padded rows or one `flat` row; without samples, return a row without targets.
+    """Collate samples to tensors, in padded rows or one `flat` row. Without samples, return a row without targets.
 
     With `pairs`, the samples are preference data; without packing, each document gets a row. With `shared`, only the
     chosen answer of a pair has the prompt, and the batch is flat. With `sequence`, a flat batch is padded with an
@@ -418,7 +418,7 @@ def _join_rows(
 
 
 def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
-    """Return the documents of pairs as a flat batch that computes each prompt once."""
+    """Collate the documents of preference pairs into a flat batch in which each prompt occurs once."""
     shortened, shared = share_prompts(documents)
     batch = collate(shortened, pad_token_id, packed=True, flat=True)
     if not any(shared):
@@ -456,7 +456,7 @@ WINDOW = 32
 
 
 def group_similar_lengths(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
-    """Reorder an epoch so that each global batch has samples of similar lengths; an incomplete batch stays last."""
+    """Reorder an epoch so that each global batch has samples of similar lengths. An incomplete batch stays last."""
     windows = []
     for start in range(0, len(order), WINDOW * global_batch):
         window = order[start : start + WINDOW * global_batch]
@@ -468,7 +468,7 @@ def group_similar_lengths(order: Index, lengths: Index, global_batch: int, gener
 
 
 def balance_tokens(lengths: Index, count: int) -> list[Index]:
-    """Split a step's samples into `count` micro-batches of similar padded size; return the samples' positions.
+    """Split a step's samples into `count` micro-batches of similar padded size. Return the samples' positions.
 
     None of them has more padded tokens than the largest micro-batch of an even split by rows. Some may be empty.
     """
@@ -484,7 +484,7 @@ def balance_tokens(lengths: Index, count: int) -> list[Index]:
 
 
 def _fill_micro_batches(descending: Index, limit: int) -> list[int]:
-    """Fill micro-batches in order, with at most `limit` padded tokens each; return the end of each."""
+    """Fill micro-batches in order, with at most `limit` padded tokens each. Return the end of each."""
     ends, start = [], 0
     while start < len(descending):
         start = min(len(descending), start + max(1, limit // int(descending[start])))

@@ -95,7 +95,7 @@ def prepare_data(
     if streamed:
         reports = [inspect_stream(source, label, encoder) for label, source in streamed]
         if any(report.format.name == UNPAIRED for report in reports):
-            raise UserError("dataset.streaming=true: labeled answers cannot be streamed; set it to false")
+            raise UserError("dataset.streaming=true: labeled answers cannot be streamed; set streaming to false")
         read = partial(stream_samples, section, streamed, [report.format for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
@@ -189,7 +189,7 @@ def _check_images(documents: pyarrow.Table) -> None:
 
 
 def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """Return the reference texts at `path`, with all tokens trained; read and cached like `dataset.path`.
+    """Return the reference texts at `path`, with all tokens trained, read and cached like `dataset.path`.
 
     `setting` names the path in errors. Raises UserError if there are no texts, or if a text is longer than
     `dataset.max_length`.
@@ -207,6 +207,6 @@ def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, set
     if prepared.stats.truncated:
         raise UserError(
             f"{setting}={path}: {prepared.stats.truncated} of {prepared.stats.documents} documents are longer than "
-            f"dataset.max_length={section.max_length}; split them, or raise dataset.max_length"
+            f"dataset.max_length={section.max_length}; split these documents, or raise dataset.max_length"
         )
     return samples

@@ -73,7 +73,7 @@ class ChatTemplate:
             self._detect_call_format()
         except (TemplateError, RenderError) as error:
             problem = f"chat template {shown(source)}: cannot be rendered ({error})"
-            raise UserError(f"{problem}; fix it, or set another template in dataset.chat_template") from None
+            raise UserError(f"{problem}; fix the template, or set another one in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
         """Render messages, with or without turn numbers. Raises RenderError if the template rejects them."""
@@ -85,7 +85,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
     ) -> MarkedChat:
-        """Render numbered messages; return the text with the spans of turns and, if `texts`, of their contents."""
+        """Render numbered messages. Return the text with the spans of turns and, if `texts`, of their contents."""
         if not messages:
             return read_marks("")
         chat = [mark_message(message) if texts else message for message in messages]
@@ -182,7 +182,7 @@ class ChatTemplate:
         return prompt if prompt.strip() else after.text[self.measure_common_prefix(before.text, after.text) :]
 
     def measure_common_prefix(self, left: str, right: str) -> int:
-        """Return the length of the common prefix of two strings, without splitting an added token of the second one."""
+        """Return the length of the longest common prefix that does not split an added token of `right`."""
         length = _measure_common_prefix(left, right)
         for at in range(max(0, length - max(self._added_lengths, default=0)), length):
             if at + len(self._match_token_at(right, at)) > length:
@@ -213,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def writes_parallel_calls(self) -> bool:
-        """Whether the template writes all calls of a turn, not only the first."""
+        """Whether the template renders all tool calls of a turn, not only the first."""
         first, name = _CALL["tool_calls"][0], "zerolora_second"
         second = {**first, "id": "call00001", "function": {**first["function"], "name": name}}
         try:
@@ -274,7 +274,7 @@ class ChatTemplate:
         return self._match_token_before(text, start, start + len(text[start:end].rstrip()))
 
     def find_token_after(self, text: str, at: int) -> tuple[str, int]:
-        """Return the added token at `at`, after any whitespace, and its end; return ("", at) if there is none."""
+        """Return the added token at `at`, after any whitespace, and its end. Return ("", at) if there is none."""
         begin = len(text) - len(text[at:].lstrip())
         token = self._match_token_at(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)

@@ -61,7 +61,7 @@ def render_prompt(
     if source is None:
         raise UserError("dataset.chat_template: not set, and the tokenizer has no chat template; set one")
     if tools and "tools" not in source:
-        raise UserError("the conversation has tools, which the chat template does not support; remove them")
+        raise UserError("the conversation has tools, which the chat template does not support; remove the tools")
     chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
     try:
         return ChatTemplate(tokenizer, source, build_template_variables(section)).render(
@@ -213,7 +213,7 @@ class _RenderedChat:
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
-        """Record a missing end-of-turn token after the last answer; without it, the model would not learn to stop."""
+        """Record a missing end-of-turn token after the last answer. Without it, the model would not learn to stop."""
         if self.spans and not self._template.find_token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
 
@@ -284,7 +284,7 @@ class _RenderedChat:
         return len(self.text)
 
     def _find_end_token(self, start: int, end: int) -> Span:
-        """Find the end-of-turn token at the end of a block; exclude closing tags like [/INST] and </result>."""
+        """Find the end-of-turn token at the end of a block. Exclude closing tags like [/INST] and </result>."""
         stop = start + len(self.text[start:end].rstrip())
         token = self._template.find_token_at_end(self.text, start, end)
         closes = token.startswith(("</", "[/")) and token != self._template.eos_token

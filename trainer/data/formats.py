@@ -119,7 +119,7 @@ def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[s
             return build_format(format_, {name: present[column] for name, column in names.items()})
     lists = [name for name, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
-        problem = f"is a map of lists ({join_names(lists)}), not a list of records"
+        problem = f"is a mapping of lists ({join_names(lists)}), not a list of records"
         fix = f"{ONE_RECORD_PER_LINE}, or name the list of turns in {label}.fields, as {{messages: {lists[0]}}}"
         raise UserError(f"{label}.path={shown(source.path)}: {problem}; {fix}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
@@ -201,7 +201,7 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
 
 
 def describe_type(value: Any) -> str:
-    names = {dict: "a record", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
+    names = {dict: "a record", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 

@@ -27,11 +27,11 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class DataStats:
-    """Statistics of one pass over the data. Unless noted, counts cover trained documents; `records` counts all read.
+    """Statistics of one pass over the data. Counts cover the documents that are trained on, unless noted.
 
-    `truncated` documents were cut to max_length. `dropped` records had no trained token, or none after truncation;
-    `too_long` records were dropped for their length. `empty` counts empty `answers`. `control` conversations have
-    special tokens in a turn's text. `copies` equal an earlier document or, in held-out data, a training document.
+    `records`: all that were read. `truncated`: cut to max_length. `dropped`: records without a trained token, before or
+    after truncation. `too_long`: records dropped for their length. `empty`: empty `answers`. `control`: conversations
+    with special tokens in a turn's text. `copies`: equal to an earlier or, in held-out data, a training document.
     """
 
     records: int = 0
@@ -93,7 +93,7 @@ class DataStats:
         if self.control:
             warnings.append(
                 f"{self.control:,} conversations have the tokenizer's special tokens in the text of a turn, where they "
-                "look like the end of the turn to the model; remove them from the text"
+                "look like the end of the turn to the model; remove these tokens from the text"
             )
         parts = ((count / total, limit, text) for count, total, limit, text in problems if total)
         return warnings + [f"{part:.1%} of the {text}" for part, limit, text in parts if part > limit]
@@ -250,16 +250,16 @@ def _build_no_targets_error(section: DatasetSection, columns: Columns, records: 
     if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
         renamed = any(source.roles for source in (section, *section.mix))
-        fix = f"{'correct dataset.roles, ' * renamed}use other roles, or all, or remove empty records"
+        fix = f"{'correct dataset.roles, ' * renamed}train on other roles or on all, or remove empty records"
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
-            f"{fix}; `zerolora inspect` shows them"
+            f"{fix}; `zerolora inspect` shows the records"
         )
     length, count = f"dataset.max_length={section.max_length}", f"{len(records):,} records of {label}"
     if section.too_long == "drop":
-        problem = f"all {count} are longer or have no trained token"
-        return UserError(f"{length}: {problem}; raise it, or set dataset.too_long: cut")
-    return UserError(f"{length}: cuts off all trained tokens of {count}; raise it, or set dataset.too_long: split")
+        problem = f"all {count} are longer, or have no trained token"
+        return UserError(f"{length}: {problem}; raise max_length, or set dataset.too_long: cut")
+    return UserError(f"{length}: cuts all trained tokens of {count}; raise max_length, or set dataset.too_long: split")
 
 
 def _concatenate(parts: Sequence[Index]) -> Index:
@@ -267,7 +267,7 @@ def _concatenate(parts: Sequence[Index]) -> Index:
 
 
 def pack_best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack documents into packs of at most `capacity` tokens; return the indices of the documents of each pack.
+    """Pack documents into packs of at most `capacity` tokens. Return the indices of the documents of each pack.
 
     Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the minimum
     number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing

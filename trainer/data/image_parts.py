@@ -89,7 +89,7 @@ def store_image(value: Any, folder: Path | None, where: str) -> bytes:
     if match := _DATA_URL.fullmatch(value):
         return _decode_base64(match[1], where)
     if value.startswith(("http://", "https://")):
-        raise UserError(f"{where}: is a URL ({value[:80]}), but images are only read from files; download it")
+        raise UserError(f"{where}: is a URL ({value[:80]}), but images are only read from files; download the image")
     name = unquote(urlsplit(value).path) if value.startswith("file://") else value
     for path in (Path(folder or ".", name).expanduser(), Path(name).expanduser()):
         try:
@@ -110,7 +110,7 @@ def _decode_base64(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=False)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}: is not valid base64 ({error}); fix it") from None
+        raise UserError(f"{where}: is not valid base64 ({error}); encode the image again") from None
 
 
 def read_stored(stored: bytes) -> tuple[bytes, str]:
@@ -164,7 +164,7 @@ def thumbnail(stored: bytes) -> str:
 def reject_high_depth(image: Any, name: str) -> None:
     """Raise UserError for more than 8 bits per channel."""
     if image.mode[0] in HIGH_DEPTH_MODES:
-        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save it with 8 bits")
+        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save the image with 8 bits")
 
 
 def is_animated(data: bytes) -> bool:

@@ -30,7 +30,7 @@ PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the format that chat templates read; `weights` has the turn weights that are not 1."""
+    """A conversation in the format that chat templates read. `weights` has the turn weights that are not 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -175,7 +175,7 @@ def read_system(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str
 def _insert_system(
     messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, where: str
 ) -> list[str]:
-    """Insert the record's system prompt before its turns; return its field name if a system turn takes precedence."""
+    """Insert the record's system prompt before its turns. Return its field name if a system turn takes precedence."""
     system = read_system(record, fmt, where)
     if system and messages and messages[0]["role"] == "system":
         return [] if messages[0]["content"] == system else [fmt.names.get("system", "system")]
@@ -191,7 +191,7 @@ def prepend_system(system: str | None, prompt: str) -> str:
 def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, where: str
 ) -> Turns:
-    """Read a prompt and a completion (lists of turns, or strings) as a conversation; only the completion has a loss."""
+    """Read a prompt and a completion (lists of turns, or strings) as a conversation. Only the completion has a loss."""
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value
@@ -282,10 +282,10 @@ def _read_message(
         calls = [turn["function_call"]]
     if content is None and not calls:
         others = join_names(key for key, value in turn.items() if value)
-        raise UserError(f"{where}: the {role} turn has no {keys[1]}, but {others}; add it, or remove the turn")
+        raise UserError(f"{where}: the {role} turn has no {keys[1]}, but {others}; add the field, or remove the turn")
     message["content"] = images.read_marks(_read_content(content, keys[1], where, images))
     if role == "assistant" and IMAGE in message["content"]:
-        raise UserError(f"{where}: an assistant turn has an image, but answers are text; move it to a user turn")
+        raise UserError(f"{where}: an assistant turn has an image, but answers are text; move the image to a user turn")
     if calls:
         calls = turn.wrap("tool_calls", _read_list(calls, "tool_calls", where))
         message["tool_calls"] = [_read_tool_call(call, where) for call in calls]
@@ -297,7 +297,7 @@ def _read_message(
 
 
 def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
-    """Return turn weights other than 1; turns are numbered from `first`. Raises UserError unless all are in [0, 1]."""
+    """Return turn weights other than 1. Turns are numbered from `first`. Raises UserError unless all are in [0, 1]."""
     weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
         for name in (*SWITCHES, *INVERSE_SWITCHES):
@@ -318,7 +318,7 @@ def _read_content(content: Any, key: str, where: str, images: ImageParts | None 
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove them, or set their type")
+        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove those, or set their type")
     if not isinstance(content, str | None):
         raise UserError(f"{where}: {key} is {describe_type(content)}; use a string")
     return content or ""
@@ -365,7 +365,7 @@ def _read_list(value: Any, name: str, where: str) -> list[Any]:
 
 
 def _parse_json(value: Any, subject: str, where: str) -> Any:
-    """Parse a JSON string; return other values unchanged. Raises UserError if a string is not JSON."""
+    """Parse a JSON string. Return other values unchanged. Raises UserError if a string is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Read the records of files, folders and hub datasets, with the split syntax of the datasets library.
+"""Read the records of files, folders and Hub datasets, with the split syntax of the datasets library.
 
 A `split` is a name, a part of a split such as train[:10%], or several splits joined by +.
 """
@@ -80,7 +80,7 @@ def _disable_decoding(feature: Any) -> Any:
 def compute_content_key(source: SourceSection, label: str) -> str:
     """Return a hash of the source's bytes, so that the cache is never used for an edited file.
 
-    For a hub dataset, return the fingerprint of its cached copy. Raises UserError if the source cannot be read.
+    For a Hub dataset, return the fingerprint of its cached copy. Raises UserError if the source cannot be read.
     """
     local = resolve_local_path(source, label)
     if local is None:
@@ -116,11 +116,11 @@ def resolve_local_path(source: SourceSection, label: str) -> Path | None:
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)
     if not source.path.strip():
-        raise UserError(f"{where}: is empty; use a file, a folder or the name of a hub dataset")
+        raise UserError(f"{where}: is empty; use a file, a folder or the Hub ID of a dataset")
     if is_remote(source.path):
         return fetch_data(source.path, where)
     if "://" in source.path:
-        fix = "write it without file://" if source.path.startswith("file:") else "download it, or use a hub dataset"
+        fix = "write it without file://" if source.path.startswith("file:") else "download it, or use a Hub dataset"
         raise UserError(f"{where}: URLs of this kind cannot be read; {fix}, or use a location such as s3://bucket/data")
     path = Path(source.path).expanduser()
     try:
@@ -132,7 +132,7 @@ def resolve_local_path(source: SourceSection, label: str) -> Path | None:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise UserError(f"{where}: is a pipe, socket or device, but data is read several times; write it to a file")
+        raise UserError(f"{where}: is a pipe, socket or device, but data is read repeatedly; write the data to a file")
     return path.absolute()
 
 
@@ -145,7 +145,7 @@ def _check_missing_path(source: SourceSection, path: Path, where: str) -> None:
     if path.is_symlink():
         raise UserError(f"{where}: is a link to {os.readlink(path)}, which does not exist; fix the path, or the link")
     near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the name of a hub dataset"
+    hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the Hub ID of a dataset"
     if "," in path.name or "*" in path.name:
         hint = "use a folder with patterns in dataset.data_files, or several sources in dataset.mix"
     raise UserError(f"{where}: no such file or folder (searched for {path.absolute()}); {hint}")
@@ -268,7 +268,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
 
 
 def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) -> "Dataset | IterableDataset":
-    """Read a dataset on the hub, or its cached copy if the hub cannot be reached."""
+    """Read a dataset on the Hub, or its cached copy if the Hub cannot be reached."""
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     datasets = _import_datasets()
@@ -285,13 +285,13 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
         )
     except ConnectionError as error:
         offline = datasets.config.HF_HUB_OFFLINE
-        reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
+        reason = "HF_HUB_OFFLINE is set" if offline else f"the Hub cannot be reached ({type(error).__name__})"
         raise UserError(
-            f"{where}: no such file or folder, no such hub dataset in the cache, and {reason}; "
+            f"{where}: no such file or folder, no such Hub dataset in the cache, and {reason}; "
             "fix the path, or download the dataset on a machine with network access"
         ) from None
     except (DatasetNotFoundError, FileNotFoundError) as error:
-        raise UserError(f"{where}: no such file, folder or hub dataset ({error}); fix the path") from None
+        raise UserError(f"{where}: no such file, folder or Hub dataset ({error}); fix the path") from None
     except ValueError as error:
         settings = {"split": f"{label}.split={split}", "config": f"{label}.name={source.name}"}
         matching = (setting for word, setting in settings.items() if word in str(error).lower())
@@ -320,7 +320,7 @@ def parse_split_names(split: str, label: str) -> list[str]:
 def read_split(
     split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
 ) -> "Dataset | IterableDataset":
-    """Return the records of a split; `read(name)` reads one split completely. Raises UserError for an empty part."""
+    """Return the records of a split. `read(name)` reads one split completely. Raises UserError for an empty part."""
     from datasets import concatenate_datasets
 
     names = parse_split_names(split, label)
@@ -355,7 +355,7 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
 
 
 def disable_retries_without_network(name: str) -> None:
-    """Disable retries if the hub cannot be reached; call this before looking up `name` on the hub.
+    """Disable retries if the Hub cannot be reached. Call this before looking up `name` on the Hub.
 
     huggingface_hub would try each file six times within 23 s, even if it is cached.
     """

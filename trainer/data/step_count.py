@@ -1,4 +1,4 @@
-"""Compute the number of optimizer steps of a run, and the global batch; used by `validate`, `estimate` and training."""
+"""Compute the number of optimizer steps of a run, and the global batch, for `validate`, `estimate` and training."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
 
 
 def compute_steps_per_epoch(samples: int, global_batch_size: int) -> int:
-    """Return the number of optimizer steps in an epoch; the last step may be incomplete."""
+    """Return the number of optimizer steps in an epoch. The last step may be incomplete."""
     return -(-samples // global_batch_size)
 
 
@@ -125,7 +125,7 @@ def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
 
 
 def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """Return warnings about settings that do not fit the number of steps. Raises UserError for an overlong schedule."""
+    """Return warnings about settings unsuited to the number of steps. Raises UserError for an overlong schedule."""
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:

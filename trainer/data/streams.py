@@ -46,7 +46,7 @@ def stream_samples(
     rank: int = 0,
     gather: Gather | None = None,
 ) -> "MixedStream | PackedStream":
-    """Return the samples of one pass, from the beginning or from `state`; `gather` is None for a single rank."""
+    """Return the samples of one pass, from the beginning or from `state`. `gather` is None for a single rank."""
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
@@ -143,7 +143,7 @@ class SourceStream:
         columns = self._encoder.encode_rows(records, number * BLOCK_ROWS, self._format, self._description)
         trained = (weights or flags for weights, flags in zip(columns["weights"], columns["trained"], strict=True))
         if any(columns["images"]):
-            raise UserError("dataset.streaming=true: records with images cannot be streamed; set it to false")
+            raise UserError("dataset.streaming=true: records with images cannot be streamed; set streaming to false")
         documents = zip(columns["input_ids"], trained, columns["rejected"], columns["targets"], strict=True)
         problems = [problem for problem in columns["problem"] if problem]
         for problem in problems:
@@ -156,7 +156,7 @@ class SourceStream:
 
 
 class MixedStream:
-    """Draws documents from sources by weight; a source that ends restarts until all have ended once."""
+    """Draws documents from sources by weight. A source that ends restarts until all have ended once."""
 
     def __init__(
         self,

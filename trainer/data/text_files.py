@@ -114,7 +114,7 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
 
 
 def _decode(line: bytes, place: str, offset: int) -> str:
-    """Decode a line, or return a _BadLine if it is not text; `offset` is the file position of its first byte."""
+    """Decode a line, or return a _BadLine if it is not text. `offset` is the file position of its first byte."""
     if (at := line.find(b"\0")) >= 0:
         problem = f"has a NUL byte (offset {offset + at})"
         return _BadLine(f"{place} {problem}; copy the file again, or convert UTF-16 with iconv -f UTF-16 -t UTF-8")
@@ -128,7 +128,7 @@ def _decode(line: bytes, place: str, offset: int) -> str:
 
 
 def _reject_bad_line(line: str) -> str:
-    """Raise UserError for a `_BadLine`; return any other line."""
+    """Raise UserError for a `_BadLine`. Return any other line."""
     if isinstance(line, _BadLine):
         raise UserError(line)
     return line
@@ -186,7 +186,7 @@ def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
         raise UserError(f"{place} is not JSON ({problem}, column {error.colno}); {fix}") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number of more than 4300 digits
         place = f"{where}: line {line} of {file.name}"
-        raise UserError(f"{place} is JSON that cannot be read ({error}); remove it") from None
+        raise UserError(f"{place} is JSON that cannot be read ({error}); remove the record") from None
 
 
 def _describe_wrong_type(value: Any) -> str:

@@ -36,7 +36,7 @@ class ImageReader:
     def __init__(
         self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any], token_id: int
     ) -> None:
-        """Set up the reader; `token_id` is the token that the model replaces with image features."""
+        """Set up the reader. `token_id` is the token that the model replaces with image features."""
         self._arguments = processor_class, image_processor, tokenizer, settings, token_id
         self._processor = _build_processor(processor_class, image_processor, tokenizer, settings)
         self._images = image_processor
@@ -48,7 +48,7 @@ class ImageReader:
         return ImageReader, self._arguments
 
     def set_size(self, name: str, pixels: int) -> bool:
-        """Set `min_pixels` or `max_pixels`; return False if the processor has a fixed size instead of bounds."""
+        """Set `min_pixels` or `max_pixels`. Return False if the processor has a fixed size instead of bounds."""
         bound = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}[name]
         size = dict(self._images.size)
         if not (size.get(bound) and hasattr(self._images, "merge_size")):
@@ -80,7 +80,7 @@ class ImageReader:
         return edits, any(is_animated(content) for content, _ in data)
 
     def build_inputs(self, stored: Sequence[bytes], dtype: torch.dtype) -> dict[str, Any]:
-        """Return a model's inputs for images, in order, except token ids; `dtype` is the model's dtype."""
+        """Return a model's inputs for images, in order, except token ids. `dtype` is the model's dtype."""
         images = [decode_image(*self._read(image, "an image of the data")) for image in stored]
         inputs, _ = self._process(images, "a batch")
         if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's, which its tower does not convert
@@ -115,7 +115,7 @@ class ImageReader:
         try:
             inputs, texts = process(images, **settings)
         except ValueError as error:  # for example an extreme aspect ratio
-            raise UserError(f"{where}: the model's processor rejects an image ({error}); remove it") from None
+            raise UserError(f"{where}: the model's processor rejects an image ({error}); remove the image") from None
         return inputs, texts
 
 
@@ -133,7 +133,7 @@ def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any,
 
 
 def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tuple[str, list[Span]]:
-    """Apply replacements in order; return the text, and its spans without the replaced parts."""
+    """Apply replacements in order. Return the text, and its spans without the replaced parts."""
     pieces, remaining, last, shift = list[str](), list[Span](), 0, 0
     for start, end, new in [*edits, (len(text), len(text), "")]:
         pieces += [text[last:start], new]

@@ -101,7 +101,7 @@ class JointRun:
             self.runs.append(run)
 
     def train(self) -> None:
-        """Train all adapters; every rank must call it. Raises FloatingPointError at the end if any failed."""
+        """Train all adapters; a collective call. Raises FloatingPointError at the end if any failed."""
         self._join()
         for run in self.runs:
             run.find_checkpoint()
@@ -239,7 +239,7 @@ class JointRun:
             self._display.print_line(step, {"train/loss": loss})
 
     def _call_loop(self, member: _Member, call: Callable[[Loop], object]) -> None:
-        """Call a method of an adapter's loop; if the adapter's loss is not finite, only this adapter fails."""
+        """Call a method of an adapter's loop. If the adapter's loss is not finite, only this adapter fails."""
         if member.failure is not None:
             return
         try:
@@ -256,7 +256,7 @@ class JointRun:
         self._guard.waiting.add(member.index)
 
     def _launch(self, active: Sequence[_Member]) -> tuple[list[StepInFlight], list[int]]:
-        """Launch a joint step; return, for each adapter, the step and the number of samples consumed on all ranks."""
+        """Launch a joint step. Return, for each adapter, the step and the number of samples consumed on all ranks."""
         ranks, device, engine = self._ranks, self._engine.device, self._engine
         fetched = [member.run.loop.fetch() for member in active]
         batches: list[Sequence[MicroBatch]] = [batch for batch, _ in fetched]
@@ -324,7 +324,7 @@ class JointRun:
     def _compute_losses(
         self, active: Sequence[_Member], batches: Sequence[MicroBatch], merged: MicroBatch
     ) -> torch.Tensor:
-        """Return the summed loss of each adapter; preference pairs use the loss function and beta of their adapter."""
+        """Return the summed loss of each adapter. Preference pairs use the loss function and beta of their adapter."""
         engine, loss = self._engine, self._loss
         assert isinstance(loss, TokenLoss)
         if not isinstance(loss, PreferenceLoss):

@@ -1,8 +1,8 @@
 """Make decisions before any weight is loaded: kernels, kept tensors and memory layout.
 
-They follow from the configuration, the machine and the empty model. The builder executes them, the memory estimate uses
-them, and console and run.json show them. If a self-test or probe on the device contradicts a decision, the builder
-reports it, because the estimate is then off.
+They follow from the configuration, the machine and the model on the meta device. The builder executes them, the memory
+estimate uses them, and console and run.json show them. If a self-test or probe on the device contradicts a decision,
+the builder reports it, because the estimate is then off.
 """
 
 from dataclasses import dataclass, replace
@@ -113,10 +113,7 @@ class Decisions:
 
 
 def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
-    """Return the decisions for a configuration with zero.stage resolved.
-
-    `model` is None if the empty model could not be built.
-    """
+    """Return the decisions for a configuration with zero.stage resolved. `model` is None if it could not be built."""
     own_elementwise = _choose_elementwise(config, machine)
     norms, swiglu, rotary = (_choose_kernels(part, model, own_elementwise) for part in PARTS)
     zero = resolve_engine_zero(config)

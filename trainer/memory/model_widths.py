@@ -25,9 +25,9 @@ from trainer.patches.model_properties import CAPPED, find_head_problem, inspect_
 def read_shapes(
     model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
 ) -> Shapes:
-    """Describe the tensors and layers of the empty model with its adapter; without `lora`, all weights are trained.
+    """Describe the tensors and layers of the model with its adapter, built on the meta device.
 
-    `vocabulary_at_least` is the size of the tokenizer, to which the embedding may be enlarged.
+    Without `lora`, all weights are trained. The embedding has at least `vocabulary_at_least` rows (for the tokenizer).
     """
     from accelerate import init_empty_weights
 
@@ -64,7 +64,7 @@ def read_weights(
     model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool,
     stored: StoredFormat | None = None,
 ) -> Iterator[Weight]:  # fmt: skip
-    """Yield every parameter with the index of its block; `stored` is the quantized format of the checkpoint."""
+    """Yield every parameter with the index of its block. `stored` is the quantized format of the checkpoint."""
     stored_bits = 0 if stored is None else 4 if stored.scaled == "groups" else 8
     layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     modules = {

@@ -1,4 +1,4 @@
-"""Estimate the memory of configurations; choose the ZeRO stage, micro-batch and recomputation that fit."""
+"""Estimate the memory of configurations. Choose the ZeRO stage, micro-batch and recomputation that fit."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ class Lengths:
 
     @classmethod
     def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Return the lengths of prepared samples and scu.reference texts; if unknown (a stream), `assume` them."""
+        """Return the lengths of prepared samples and scu.reference texts. If unknown (a stream), `assume` them."""
         if not hasattr(samples, "lengths"):
             return cls.assume(config)
         tokens, targets = samples.lengths()
@@ -95,7 +95,7 @@ class Planner:
 
     @classmethod
     def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> "Planner":
-        """Build the planner of a run; if `prepared` lacks data, assume the maximum length for all sequences."""
+        """Build the planner of a run. If `prepared` lacks data, assume the maximum length for all sequences."""
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
         shapes = read_shapes(prepared.model_config, config.model, lora, vocabulary_at_least=vocabulary)
@@ -144,7 +144,7 @@ class Planner:
         }
 
     def try_changes(self, config: RunConfig, changes: Changes) -> Choice:
-        """Apply changes to the configuration; return the result with its estimate, or why it is invalid."""
+        """Apply changes to the configuration. Return the result with its estimate, or why it is invalid."""
         changed = apply_changes(config, changes)
         try:
             check_combinations(changed)
@@ -175,7 +175,7 @@ class Planner:
         return LARGEST_BATCH
 
     def find_largest_batch(self, config: RunConfig, memory: int) -> int:
-        """Return the largest micro-batch that fits, or 0; those above 1 must leave `SPARE` of the peak free."""
+        """Return the largest micro-batch that fits, or 0. Those above 1 must leave `SPARE` of the peak free."""
         fits, too_large = 0, self.find_largest_useful_batch(config) + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
@@ -229,7 +229,7 @@ class Planner:
         return config
 
     def _choose_shard_group(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Replace zero.shard_within: auto at stage 3 with `host` if the shards of a host fit, otherwise with `all`."""
+        """Resolve `zero.shard_within: auto` at stage 3 to `host` if the shards of one host fit, otherwise to `all`."""
         if config.zero.stage != 3 or config.zero.shard_within != "auto":
             return config
         host = apply_changes(config, {"zero.shard_within": "host"})

@@ -1,4 +1,4 @@
-"""Resolve `auto` and check the memory estimate before training; compare the estimate with the peak afterwards."""
+"""Resolve `auto` and check the memory estimate before training. Compare the estimate with the peak afterwards."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,11 +38,11 @@ class MemoryPlan:
         return Recovery(self.config, world_size, self.planner)
 
     def measure_peak(self) -> int:
-        """Return the highest peak memory in bytes over all GPUs (on CPUs, all processes); every rank must call it."""
+        """Return the highest peak memory in bytes over all GPUs (on CPUs, all processes); a collective call."""
         return int(max(gather_objects(peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
-        """Write estimate, measured peak and decisions to run.json; return a line for the console.
+        """Write estimate, measured peak and decisions to run.json. Return a line for the console.
 
         On a CPU the measurement includes Python and libraries, and there is no estimate.
         """
@@ -151,7 +151,7 @@ def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
-    """Return whether the CUDA operators will be used; they may still be building."""
+    """Return whether the CUDA operators will be used. They may still be building."""
     unused = config.adapter == "none" and config.ops.elementwise != "auto"
     if unused or device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
         return False

@@ -1,4 +1,4 @@
-"""Describe the tensors and layers of a model; compute the bytes of its stored, sharded and gathered weights."""
+"""Describe the tensors and layers of a model. Compute the bytes of its stored, sharded and gathered weights."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -47,7 +47,7 @@ class Shapes:
     """The kind of each layer; layers of one kind keep the same activations."""
     properties: ModelProperties
     model: Any = field(repr=False, compare=False)
-    """The empty model with its adapter, in which only the first layer of each kind has contents."""
+    """The model with its adapter on the meta device, in which only the first layer of each kind has contents."""
     stored: Literal["", "rows", "blocks", "groups"] = ""
     """The unit that shares a scale in a checkpoint with linear layers in FP8 or 4 bits."""
     buffers: int = 0
@@ -91,7 +91,7 @@ def round_up(size: int) -> int:
 
 
 def stored_bytes(weight: Weight, placement: Placement) -> int:
-    """Return the bytes of a stored weight; quantized elements need 1 or 1/2 byte each, plus scales."""
+    """Return the bytes of a stored weight. Quantized elements need 1 or 1/2 byte each, plus scales."""
     if not is_packed(weight, placement):
         return round_up(weight.elements * placement.element)
     if (weight.stored_bits or (8 if placement.quantization.eight_bit and not weight.mxfp4 else 4)) == 8:
@@ -128,7 +128,7 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
 
 
 def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
-    """Return the bytes of the buffers for dequantized experts; there is one per tensor of a layer, shared by layers."""
+    """Return the bytes of the buffers for dequantized experts. There is one per tensor of a layer, shared by layers."""
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if weight.experts and is_packed(weight, placement):

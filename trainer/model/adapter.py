@@ -150,8 +150,8 @@ def apply_adapter(
 
 
 def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
-    """Load the adapter at `lora.adapter_path`; the model may be empty. Raises UserError if they do not match."""
-    error_prefix = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
+    """Load the adapter at `lora.adapter_path`, also on the meta device. Raises UserError if it does not match."""
+    error_prefix = f"lora.adapter_path={lora.adapter_path}: does not match this model"
     return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
 
 
@@ -217,7 +217,7 @@ def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
-    """Raise UserError if the rows of new tokens cannot be trained; the model may be empty."""
+    """Raise UserError if the rows of new tokens cannot be trained. The model may be on the meta device."""
     layers = find_token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return

@@ -38,7 +38,7 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|e
 
 
 def load_model_config(base_model: str, section: ModelSection) -> Any:
-    """Load the model's configuration from a folder, the hub's cache or the hub.
+    """Load the model's configuration from a folder, the Hub's cache or the Hub.
 
     `random:SHAPE` selects an architecture of trainer/model/published_shapes.yaml. Raises UserError if the configuration
     cannot be found or read.
@@ -73,7 +73,7 @@ def _scale_rope(scaling: RopeScaling, text: Any) -> None:
     parameters = getattr(text, "rope_parameters", None) or {}
     if "rope_theta" not in parameters or context_length(text) is None:
         problem = f"{text.model_type} has no single rotary embedding for all layers"
-        raise UserError(f"model.rope_scaling.type={scaling.type}: {problem}; remove it")
+        raise UserError(f"model.rope_scaling.type={scaling.type}: {problem}; remove model.rope_scaling")
     original = scaling.original_max_position_embeddings or parameters.get("original_max_position_embeddings")
     original = original or text.max_position_embeddings
     unchanged = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
@@ -86,9 +86,9 @@ def _scale_rope(scaling: RopeScaling, text: Any) -> None:
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
-    """Check the headers of local weight files against the model; return warnings about unused tensors.
+    """Check the headers of local weight files against the model. Return warnings about unused tensors.
 
-    Raises UserError if a file is damaged or missing, or the weights do not fit the model.
+    Raises UserError if a file is damaged or missing, or the weights do not match the model.
     """
     if is_random(base_model) or not has_local_weights(base_model, section):
         return []
@@ -105,7 +105,7 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
 
 @replaces("`legacy` in the saved settings of a tokenizer")
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
-    """Load the tokenizer; add the tokens of `model.added_tokens` and, if it lacks one, a padding token."""
+    """Load the tokenizer. Add the tokens of `model.added_tokens` and, if it lacks one, a padding token."""
     name = section.tokenizer or base_model
     tokenizer = build_byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
@@ -137,7 +137,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
 
 
 def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
-    """Set a padding token if the tokenizer has none; any token works, because padding is masked by position."""
+    """Set a padding token if the tokenizer has none. Any token works, because padding is masked by position."""
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
             raise UserError(
@@ -150,7 +150,7 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
     if tokenizer.pad_token is None:
         raise UserError(
-            "model.pad_token: the tokenizer has neither a padding nor an end token; set it to a token of the vocabulary"
+            "model.pad_token: the tokenizer has neither a padding nor an end token; use a token of the vocabulary"
         )
 
 
@@ -183,8 +183,8 @@ def load_base_model(
     configuration unchanged. With a stage-3 `deepspeed_config` DeepSpeed partitions the model; with `shards` it is
     sharded per layer.
 
-    transformers loads unpartitioned 16-bit and fp32 models. Quantized, partitioned and random models are built empty
-    and filled module by module, so that no rank ever holds more than its shard and one module.
+    transformers loads unpartitioned 16-bit and fp32 models. Quantized, partitioned and random models are built
+    on the meta device and filled module by module, so that no rank ever holds more than its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)

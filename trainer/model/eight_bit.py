@@ -92,7 +92,7 @@ class FrozenLinear8bit(nn.Linear):
 
 
 def check_input(x: torch.Tensor) -> None:
-    """Raise UserError if the model converted a layer's input to the dtype of the packed weight."""
+    """Raise UserError if `x` is not floating point: the model converted it to the dtype of the packed weight."""
     if not x.is_floating_point():
         raise UserError(
             "adapter=qlora: this model converts a linear layer's input to the dtype of the packed weight; "

@@ -28,7 +28,7 @@ TOP_K_NAMES = (
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with fused experts, by path; the model may be empty or adapted."""
+    """Return the modules with fused experts, by path. The model may be adapted or on the meta device."""
     return {path: module for path, module in model.named_modules() if holds_experts(module)}
 
 
@@ -106,7 +106,7 @@ class ExpertFactor(nn.Module):
     """Holds the factor A [E, R, I] or B [E, O, R] of all experts."""
 
     def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
-        """Convert PEFT's matrix `weight`; `down` is True for A, which projects down to the rank."""
+        """Convert PEFT's matrix `weight`. `down` is True for A, which projects down to the rank."""
         super().__init__()
         self.down, self.experts = down, experts
         self.weight = nn.Parameter(self.from_peft(weight).contiguous())

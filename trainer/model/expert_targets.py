@@ -34,7 +34,7 @@ LOAD_BALANCING = "load_balancing_loss_func"
 
 
 def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
-    """Return the paths of the expert tensors that get an adapter; `outside_text` is a pattern of paths to omit."""
+    """Return the paths of the expert tensors that get an adapter. `outside_text` is a pattern of paths to omit."""
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
@@ -95,7 +95,7 @@ def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None
         return
     fix = "or exclude the experts with lora.experts: false"
     if lora.dora:
-        raise UserError(f"lora.dora=true: not supported for experts; set it to false, {fix}")
+        raise UserError(f"lora.dora=true: not supported for experts; set lora.dora: false, {fix}")
     if lora.init in UNSUPPORTED_INITS:
         raise UserError(f"lora.init={lora.init}: not supported for experts; use default or gaussian, {fix}")
     rank = resolve_expert_rank(model, lora)
@@ -118,10 +118,12 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     for name in lora.target_parameters:
         if matches_aliases(name, aliases):
             if not lora.experts:
-                raise UserError(f"lora.target_parameters={name}: names experts, but lora.experts is false; remove it")
+                raise UserError(
+                    f"lora.target_parameters={name}: names experts; remove the name, or set lora.experts: true"
+                )
         elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
-                raise UserError(f"lora.target_parameters={name}: {reason}; remove it")
+                raise UserError(f"lora.target_parameters={name}: {reason}; remove the name")
             names = {
                 path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *aliases)
             }
@@ -129,16 +131,16 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             hint = f"did you mean {nearest[0]}?" if nearest else "use a name from model.named_parameters()"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
         elif "all-linear" in lora.target_modules and any(_ends_with(path, name) for path in linear):
-            raise UserError(f"lora.target_parameters={name}: already adapted by target_modules=all-linear; remove it")
+            raise UserError(f"lora.target_parameters={name}: already adapted by all-linear; remove the name")
     if not experts:
         if lora.expert_rank != "r":
-            raise UserError(f"lora.expert_rank={lora.expert_rank}: {reason}; remove it")
+            raise UserError(f"lora.expert_rank={lora.expert_rank}: {reason}; remove the setting")
         for name in lora.target_modules:
             if "experts" in name.split("."):
                 raise UserError(f"lora.target_modules={name}: {reason}; name other layers, or use all-linear")
     for name in lora.target_modules if experts else ():
         if matches_aliases(name, aliases) and not lora.experts and "experts" in name.split("."):
-            raise UserError(f"lora.target_modules={name}: names experts, but lora.experts is false; remove it")
+            raise UserError(f"lora.target_modules={name}: names experts; remove the name, or set lora.experts: true")
         if single := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             pattern = name[: single.start(1)] + "*" + name[single.end(1) :]
             raise UserError(
@@ -148,24 +150,24 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
 
 
 def check_experts_per_token(base_model: str, model: Any) -> None:
-    """Raise UserError if config.json routes a token to more experts than the model has; the model may be empty."""
+    """Raise UserError if config.json routes a token to more experts than exist. Meta tensors suffice."""
     text, modules = model.config.get_text_config(), find_expert_modules(model).values()
     name = next((key for key in TOP_K_NAMES if isinstance(getattr(text, key, None), int)), None)
     experts = min((get_expert_shape(module, list_expert_tensors(module)[0])[0] for module in modules), default=0)
     if experts and name and not 1 <= getattr(text, name) <= experts:
         raise UserError(
             f"base_model={base_model}: config.json has {name}={getattr(text, name)}, but the model has {experts} "
-            "experts; copy it again from the original model"
+            "experts; copy config.json from the original model"
         )
 
 
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
-    """Raise UserError if the load-balancing loss is set but no router is trained; `lora` is None in full training."""
+    """Raise UserError if the load-balancing loss is set but no router is trained. `lora` is None in full training."""
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return
     if not hasattr(sys.modules[type(model).__module__], LOAD_BALANCING) or not find_expert_modules(model):
-        raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
+        raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set the weight to 0")
     names = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
     routers = [
         path
@@ -178,7 +180,7 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
         name = _last_component(routers[0]) if routers else "gate"
         raise UserError(
             f"{setting}: has no effect, because the router is not trained; add {name} to lora.modules_to_save "
-            "or lora.target_modules, or set it to 0"
+            "or lora.target_modules, or set the weight to 0"
         )
 
 

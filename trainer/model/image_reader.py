@@ -39,12 +39,12 @@ TORCHVISION_ONLY = ("llama4", "lfm2_vl")
 def load_image_reader(
     base_model: str, section: ModelSection, dataset: DatasetSection, tokenizer: Any, model_config: Any = None
 ) -> ImageReader | None:
-    """Load the processor of a vision-language model; return None if unsupported. Raises UserError if loading fails."""
+    """Load the processor of a vision-language model. Return None if unsupported. Raises UserError if loading fails."""
     reader = _load_reader(base_model, section, tokenizer, model_config)
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
         if value is not None and (reader is None or not reader.set_size(name, value)):
-            raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove it")
+            raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove the setting")
     if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
         raise UserError(
             "dataset.min_pixels={min_pixels}: exceeds dataset.max_pixels={max_pixels}; lower min_pixels".format(**sizes)
@@ -98,7 +98,7 @@ def _find_processor_class(base_model: str, revision: str, model_config: Any) -> 
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Read the images of `--image` with the model's `reader`; return None if there is no reader.
+    """Read the images of `--image` with the model's `reader`. Return None if there is no reader.
 
     Raises UserError if an image is missing, or if images are given without a reader.
     """
@@ -142,14 +142,14 @@ def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> 
 def cache_features(
     inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
 ) -> ImageInputs:
-    """Cache the features of all images below `folder`; return `inputs` that read the cache. Every rank must call it.
+    """Cache the features of all images below `folder`. Return `inputs` that read the cache. Every rank must call it.
 
     The ranks of a host divide its missing images. All ranks run the tower the same number of times, because it may be
     sharded. The folder's name contains a hash of the tower's output for a noise image, to identify the tower's weights.
     """
     inner = find_base_model(model)
     if trains_images(model):
-        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set it to false")
+        raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set cache: false")
     accepted = inspect.signature(inner.get_image_features).parameters
 
     def compute(image: bytes) -> tuple[TowerOutput, torch.Tensor | None]:

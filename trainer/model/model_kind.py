@@ -67,7 +67,7 @@ def auto_class(model_config: Any) -> Any:
     A configuration changed by `set_score_head` gets AutoModelForSequenceClassification.
 
     AutoModelForCausalLM loads only the text part of some multimodal models (Qwen3.5, Llama 4) and rejects others
-    (Qwen3-VL, Mistral 3). An adapter must fit the checkpoint's full model, which has other parameter paths.
+    (Qwen3-VL, Mistral 3). An adapter must match the checkpoint's full model, which has other parameter paths.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 

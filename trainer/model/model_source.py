@@ -47,7 +47,7 @@ class QuantizationKeys:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Declares the keys of config.json that we read; transformers reads the rest."""
+    """Declares the keys of config.json that we read. transformers reads the rest."""
 
     num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None = None
     model_type: str | None = None
@@ -67,7 +67,7 @@ class TokenizerKeys:
     chat_template: str | list[dict[str, Any]] | dict[str, str] | None = None
 
 
-NAME_FORMS = "use OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
+NAME_FORMS = "use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
 def check_source(setting: str, name: str) -> None:
@@ -122,7 +122,7 @@ def check_config_file(base_model: str) -> None:
 
     kind = settings.model_type
     if kind is None:
-        raise UserError(f"{prefix}: config.json has no model_type; copy it again from the original model")
+        raise UserError(f"{prefix}: config.json has no model_type; copy the file from the original model")
     if kind not in CONFIG_MAPPING:
         raise UserError(
             f"{prefix}: config.json has model_type {kind}, which transformers {__version__} does not know; "
@@ -145,7 +145,7 @@ def read_settings(prefix: str, file: Path, schema: Any) -> Any:
     try:
         return read_json(file, schema)
     except UnreadableFileError as fault:
-        raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy it again from the original model") from None
+        raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy the file from the original model") from None
 
 
 def check_settings(prefix: str, model_config: Any) -> None:
@@ -156,7 +156,7 @@ def check_settings(prefix: str, model_config: Any) -> None:
     try:
         check_type(values, Path("config.json"), ConfigKeys)
     except UnreadableFileError as fault:
-        raise UserError(f"{prefix}: config.json: {fault.problem}; copy it again from the original model") from None
+        raise UserError(f"{prefix}: config.json: {fault.problem}; copy the file from the original model") from None
 
 
 def _describe_missing_config(folder: Path) -> str:
@@ -189,9 +189,9 @@ def build_load_error(
         return UserError(f"{prefix}: comes with its own code; read it, then set model.trust_remote_code: true")
     if not (folder := Path(name)).is_dir() and model_config is None:
         failure = _describe_hub_failure(name, error)
-        return UserError(f"{prefix}: not a local folder, not in the hub's cache, and {failure}")
+        return UserError(f"{prefix}: not a local folder, not in the Hub's cache, and {failure}")
     if not tokenizer:
-        return UserError(f"{prefix}: config.json is unusable ({reason}); copy it again from the original model")
+        return UserError(f"{prefix}: config.json is unusable ({reason}); copy the file from the original model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return build_missing_tokenizer_error(setting, name)
     return UserError(f"{prefix}: {_describe_tokenizer_fault(folder, reason)}")
@@ -209,7 +209,7 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
             if file.exists():
                 read_json(file)
         except UnreadableFileError as fault:
-            return f"{file.name}: {fault.problem}; copy it again from the original model"
+            return f"{file.name}: {fault.problem}; copy the file from the original model"
     return f"its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer"
 
 
@@ -225,10 +225,10 @@ def _describe_hub_failure(name: str, error: Exception) -> str:
     if any(isinstance(cause, GatedRepoError) for cause in causes):
         return f"its repository is gated; accept its license at https://huggingface.co/{name}, then run `hf auth login`"
     if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
-        return "the hub has no such revision; check model.revision"
+        return "the Hub has no such revision; check model.revision"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return "its repository does not exist or is private; check the name, or run `hf auth login`"
-    return f"the download from the hub failed ({_shorten_reason(error)}); check the name, or {offline_fix}"
+    return f"the download from the Hub failed ({_shorten_reason(error)}); check the name, or {offline_fix}"
 
 
 def _list_causes(error: BaseException | None) -> list[BaseException]:

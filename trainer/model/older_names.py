@@ -60,7 +60,7 @@ def find_rejected_names(model: Any, names: set[str]) -> dict[str, str]:
 def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Map tensor names in an adapter's file to the names under which PEFT looks for them in the model.
 
-    Omits tensors that PEFT would combine. The model may be empty and need not have an adapter.
+    Omits tensors that PEFT would combine. The model may be on the meta device and need not have an adapter.
     """
     import peft.utils.transformers_weight_conversion as conversion
     from peft import LoraConfig

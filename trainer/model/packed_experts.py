@@ -124,7 +124,7 @@ class PackedExperts(nn.Parameter):
         return view_sections(self.data, self.packing.sections())
 
     def quantize(self, index: int, matrix: Tensor) -> None:
-        """Quantize and pack one expert's matrix, given in the model's layout; 8-bit formats use one scale per row."""
+        """Quantize and pack one expert's matrix, given in the model's layout. 8-bit formats use one scale per row."""
         layout, sections = self.packing, self.sections()
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
         if layout.eight_bit:
@@ -211,7 +211,7 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantize codes as one row; on a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
+    """Dequantize codes as one row: on a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
@@ -230,7 +230,7 @@ def build_experts_layout(
     cell: tuple[int, int] | None = None,
     **four_bit_options: Any,
 ) -> ExpertsLayout:
-    """Build the layout for a tensor [experts, a, b]; 8-bit values have a scale per `cell` (default: per row)."""
+    """Build the layout for a tensor [experts, a, b]. 8-bit values have a scale per `cell` (default: per row)."""
     experts, *matrix = shape
     rows, cols = reversed(matrix) if transposed else matrix
     return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **four_bit_options)
@@ -240,7 +240,7 @@ class FrozenLinearGrouped(nn.Linear):
     """A frozen linear layer (an nn.Linear to PEFT) whose weight, in 4-bit groups, is dequantized for each matmul."""
 
     def __init__(self, linear: Any, weight: PackedExperts) -> None:
-        """Take over the bias of `linear`; the layout of `weight` sets the compute dtype."""
+        """Take over the bias of `linear`. The layout of `weight` sets the compute dtype."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype, self.layout = weight.packing.dtype, weight.packing.groups

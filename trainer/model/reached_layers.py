@@ -41,9 +41,9 @@ class GradientCoverage:
     """Paths of the layers that get a gradient only from sequences of more than `FEW_TOKENS`."""
 
 
-@replaces("linear layers and experts of an empty copy of the model")
+@replaces("linear layers and experts of a copy on the meta device")
 def probe_gradient_coverage(model: Any) -> GradientCoverage:
-    """Run a copy of the model to find the layers without a gradient; return an empty result if that fails."""
+    """Run a copy of the model to find the layers without a gradient. Return an empty result if that fails."""
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
         for name in vars(part):
@@ -130,7 +130,7 @@ def _fill_parameters(module: nn.Module) -> None:
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind; return a function that adds the paths of dropped layers to others."""
+    """Keep one decoder layer of each kind. Return a function that adds the paths of dropped layers to others."""
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -158,7 +158,7 @@ def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def describe_layer(layer: nn.Module) -> Any:
-    """Return a key of modules, settings and weight shapes; layers that differ only in their index have equal keys."""
+    """Return a key of modules, settings and weight shapes. Layers that differ only in their index have equal keys."""
     numbers = [
         (name, value)
         for module in layer.modules()

@@ -44,7 +44,7 @@ def load_adapter(
     dropout: float = 0.0,
     in_fp32: bool = False,
 ) -> Any:
-    """Load an adapter from a folder or the hub into the model, with our forward pass for adapted experts.
+    """Load an adapter from a folder or the Hub into the model, with our forward pass for adapted experts.
 
     `dropout` is the dropout in training, which PEFT's settings cannot contain if parameters are adapted. `in_fp32`
     converts a 16-bit adapter to fp32.
@@ -83,8 +83,8 @@ def load_adapter(
         _load_tensors(adapted, folder)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not fit a model
-        prefix = error_prefix or f"{folder}: does not fit this base model"
+    except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not match a model
+        prefix = error_prefix or f"{folder}: does not match this base model"
         raise UserError(f"{prefix}: {_describe_misfit(error)}") from error
     return adapted if trainable else adapted.eval()
 
@@ -108,7 +108,7 @@ def _describe_misfit(error: Exception) -> str:
 
 
 def build_empty_base(base: Any) -> Any:
-    """Build the unchanged base model on the meta device; `base` may be patched, partitioned or quantized.
+    """Build the unchanged base model on the meta device. `base` may be patched, partitioned or quantized.
 
     Call it in the main thread, because libraries replace torch's functions for all threads while it runs.
     """
@@ -125,9 +125,9 @@ def build_empty_base(base: Any) -> Any:
 
 
 def load_on_empty_base(empty: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Load an adapter with plain PEFT on a copy of the empty base model. Raises ValueError if PEFT loses a tensor.
+    """Load an adapter with plain PEFT into a copy of the base model on the meta device.
 
-    The values of the tensors are not needed, only the settings, and the names and shapes of the tensors.
+    Only settings, names and shapes are needed, no tensor values. Raises ValueError if PEFT loses a tensor.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -38,9 +38,9 @@ def describe_exclusion(name: str) -> str:
 
 
 def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: Sequence[str], model: Any) -> list[str]:
-    """Return a warning for each part of the adapter that the server `target` ignores; the model may be empty.
+    """Return a warning for each part of the adapter that the server `target` ignores.
 
-    Ollama gets the merged model, so it ignores nothing.
+    The model may be on the meta device. Ollama gets the merged model, so it ignores nothing.
     """
     if target is None or target == "ollama":
         return []

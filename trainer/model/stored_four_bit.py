@@ -65,7 +65,7 @@ class FourBitFormat:
         return is_in_layer and not any(is_match(path, entry) for entry in self.excluded)
 
     def layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
-        """Return the packed layout of a weight [O, I] or [E, O, I]; `scale` is an index into TYPES (None: default)."""
+        """Return the packed layout of a weight [O, I] or [E, O, I]. `scale` is an index into TYPES (None: default)."""
         *experts, rows, cols = shape
         floats, group = int(self.name == "NVFP4"), self.group or cols
         scale = TYPES.index("F8_E4M3" if floats else "F16") if scale is None else scale
@@ -73,7 +73,7 @@ class FourBitFormat:
         return GroupedLayout(next(iter(experts), 0), rows, cols, group, scale, *flags)
 
     def scale_bytes(self, shape: Sequence[int]) -> int:
-        """Return the number of bytes of a packed weight in addition to its codes."""
+        """Return the bytes of a packed weight without its codes: scales, zero points, other sections and alignment."""
         return place_sections(self.layout(shape).sections())[1] - torch.Size(shape).numel() // 2
 
 
@@ -213,7 +213,7 @@ class FourBitFiles:
                 section[slice(None) if index is None else slice(index, index + 1)] = value
 
     def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Quantize `target` [O, I] with the stored scales of `name`; return the tensors to store and their values."""
+        """Quantize `target` [O, I] with the stored scales of `name`. Return the tensors to store and their values."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.ordered else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()
@@ -236,7 +236,7 @@ class FourBitFiles:
         return words.mT.contiguous() if self._by_column else words
 
     def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
-        """Read one part of a packed weight as [O, ...], or [1, I] for the column order; return e4m3 as bytes."""
+        """Read one part of a packed weight as [O, ...], or [1, I] for the column order. Return e4m3 as bytes."""
         layout, path, form = self.layouts[name], name.removesuffix(".weight"), self._form
         shape, dtype = layout.sections()[part]
         if 0 in shape:
@@ -263,7 +263,7 @@ class FourBitFiles:
         return value if part == "scales" and not layout.floats else value.view(torch.uint8)
 
     def _find_layout(self, path: str) -> GroupedLayout:
-        """Derive the layout of a layer from its parts. Raises UserError if their shapes or types do not fit."""
+        """Derive the layout of a layer from its parts. Raises UserError if their shapes or types do not match."""
         form, is_float = self._form, self._form.name == "NVFP4"
         first, second, *_ = (*self._shapes[f"{path}.{self._parts['codes']}"], 0, 0)
         columns = {"GPTQ": (second, 8 * first), "AWQ": (8 * second, first)}
@@ -294,7 +294,7 @@ def _bit_shifts(order: Sequence[int]) -> Tensor:
 
 
 def unpack_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Unpack int32 [N, K] to 4-bit codes [N, 8 K] (uint8); `order` lists the positions of 8 adjacent columns."""
+    """Unpack int32 [N, K] to 4-bit codes [N, 8 K] (uint8). `order` lists the positions of 8 adjacent columns."""
     return (words[..., None] >> _bit_shifts(order) & 15).to(torch.uint8).flatten(-2)
 
 

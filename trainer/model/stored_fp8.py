@@ -45,7 +45,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """Describes the FP8 format declared in config.json; `block` is None for one scale per row or tensor."""
+    """Describes the FP8 format declared in config.json. `block` is None for one scale per row or tensor."""
 
     block: Block | None
     excluded: tuple[str, ...]
@@ -207,10 +207,7 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
 
 
 def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> dict[str, tuple[int, ...]]:
-    """Return the full-precision shapes by name.
-
-    Raises UserError if scales are missing or do not fit their tensor, or if no tensor is in FP8.
-    """
+    """Return full-precision shapes by name. Raises UserError for missing or wrong scales, or without FP8 tensors."""
     shapes, types, scales = files.shapes(), files.types(), find_scales(files)
     if not scales and E4M3 not in types.values():
         raise UserError(

@@ -101,7 +101,7 @@ class _Shapes:
 
 
 def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
-    """Map every parameter and persistent buffer of an empty model to its stored tensors.
+    """Map every parameter and persistent buffer of a model on the meta device to its stored tensors.
 
     Tied parameters appear under all of their names. Raises UserError if a parameter is not stored.
     """
@@ -161,7 +161,7 @@ def _add_tied(model: Any, layout: dict[str, Stored], base_model: str) -> dict[st
     if missing:
         raise UserError(
             f"base_model={base_model}: {len(missing)} weights are missing (first: {missing[0]}); "
-            "take config.json and weights from the same model, or download it again"
+            "take config.json and weights from the same model, or download the model again"
         )
     return layout | {name: by_id[id(parameter)] for name, parameter in parameters.items()}
 

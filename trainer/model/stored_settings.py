@@ -30,10 +30,10 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
         f"training.qat={config.training.qat}: needs 16-bit weights, unlike {stored}; use the 16-bit model": (
             config.training.qat is not None
         ),
-        f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or set it "
-        "to false": config.zero.offload_parameters and not gathers_by_layer(config),
-        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: cannot read weights of {stored}; remove it "
-        "or use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
+        f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or set "
+        "offload_parameters: false": config.zero.offload_parameters and not gathers_by_layer(config),
+        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: cannot read weights of {stored}; remove the "
+        "setting, or use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
     }
     for fault, applies in faults.items():
         if applies:
@@ -49,6 +49,6 @@ def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> Non
             if f".{name}." in f".{path}.":
                 state = f"stored in {form.name}" if form else f"quantized to {config.quantization.quant_type}"
                 raise UserError(
-                    f"lora.modules_to_save={name}: the weight of {path} is {state} and cannot be trained; remove it, "
-                    f"or use the 16-bit model{'' if form else ' with adapter: lora'}"
+                    f"lora.modules_to_save={name}: the weight of {path} is {state} and cannot be trained; remove it "
+                    f"from modules_to_save, or use the 16-bit model{'' if form else ' with adapter: lora'}"
                 )

@@ -46,7 +46,7 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 
 
-@replaces("modules and parameters of the empty model")
+@replaces("modules and parameters of a model on the meta device")
 def load_streamed(
     base_model: str,
     section: ModelSection,
@@ -115,9 +115,10 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
 
 @dataclass
 class Filler:
-    """Fills an empty model one module at a time: rank 0 reads the weights, all ranks quantize, partition or shard them.
+    """Fills a model on the meta device one module at a time.
 
-    transformers models keep the dtype of each parameter; other models get all weights in `dtype`.
+    Rank 0 reads the weights; all ranks quantize, partition or shard them. transformers models keep the dtype of each
+    parameter; other models get all weights in `dtype`.
     """
 
     model: Any
@@ -143,7 +144,7 @@ class Filler:
         self._quantized: dict[int, nn.Module] = {}
 
     def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
-        """Fill every module; partition it with DeepSpeed or `shards` if they are given."""
+        """Fill every module. Partition it with DeepSpeed or `shards` if they are given."""
         if shards is not None:
             shards.plan(self.model)
         for path, module in list(self.model.named_modules()):
@@ -158,7 +159,7 @@ class Filler:
         self.model.eval()
 
     def _fill_module(self, path: str, module: Any) -> nn.Module:
-        """Fill the module's direct parameters and buffers; return the module, or the packed layer that replaces it."""
+        """Fill the module's direct parameters and buffers. Return the module, or the packed layer that replaces it."""
         stored = {
             name: self.layout[_join(path, name)] for name in (*module._parameters, *module._buffers)
             if _join(path, name) in self.layout
@@ -285,7 +286,7 @@ Read = TypeVar("Read", bound=Tensor)
 
 
 def _broadcast(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
-    """Read a tensor on rank 0 and broadcast it; `empty` allocates it on the other ranks."""
+    """Read a tensor on rank 0 and broadcast it. `empty` allocates it on the other ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
     value = read() if dist.get_rank() == 0 else empty()
@@ -294,7 +295,7 @@ def _broadcast(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
 
 
 def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
-    """Quantize a layer to 8 or 4 bits; `tied` is the quantized layer that shares its weight, or None."""
+    """Quantize a layer to 8 or 4 bits. `tied` is the quantized layer that shares its weight, or None."""
     if tied is not None:
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}

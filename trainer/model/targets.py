@@ -71,7 +71,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
 
 
 def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
-    """Yield the paths of the layers that `lora` adapts, except experts and parameters; the model may be empty."""
+    """Yield the paths of the layers that `lora` adapts, except experts and parameters. The meta device is supported."""
     from transformers.pytorch_utils import Conv1D
 
     excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), find_expert_modules(model)
@@ -89,7 +89,7 @@ def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
 
 
 def check_targets(model: Any, lora: LoraSection) -> None:
-    """Raise UserError, with a suggestion, if a name in `lora` matches nothing; the model may be empty."""
+    """Raise UserError, with a suggestion, if a name in `lora` matches nothing. The model may be on the meta device."""
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix_weight(module)}
     towers = find_unadapted_towers(model, lora)
@@ -272,7 +272,7 @@ def _find_custom_linears(model: nn.Module) -> list[str]:
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Build a pattern for `paths` and everything below; it matches any layer index if this matches none of `others`."""
+    """Build a pattern for `paths` and everything below. It matches any layer index if this matches none of `others`."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)

@@ -20,9 +20,9 @@ INDEX = f"{STEM}.safetensors.index.json"
 OTHER_FORMATS = (
     (b"version https://git-lfs", "is a git-lfs pointer, not the weights; run `git lfs pull` in the repository"),
     (b"GGUF", "is a GGUF file; use the model it was converted from"),
-    (b"PK\x03\x04", "is a pickle file, but only safetensors are loaded; convert it"),
-    (b"\x80\x02", "is a pickle file, but only safetensors are loaded; convert it"),
-    (b"<", "is a web page, not the weights; download it again"),
+    (b"PK\x03\x04", "is a pickle file, but only safetensors are loaded; convert the file"),
+    (b"\x80\x02", "is a pickle file, but only safetensors are loaded; convert the file"),
+    (b"<", "is a web page, not the weights; download the file again"),
 )
 
 
@@ -133,7 +133,7 @@ def _describe_damage(file: Path, error: UnreadableFileError) -> str:
 
 
 def has_local_weights(base_model: str, section: ModelSection) -> bool:
-    """Return whether the weights are in a folder or the hub's cache, so that no download is needed."""
+    """Return whether the weights are in a folder or the Hub's cache, so that no download is needed."""
     if Path(base_model).is_dir():
         return True
     index = find_cached_file(base_model, INDEX, section.revision)

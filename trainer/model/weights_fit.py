@@ -24,7 +24,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 
 
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
-    """Check the headers of the files against the model; return warnings about unused tensors.
+    """Check the headers of the files against the model. Return warnings about unused tensors.
 
     Raises UserError, prefixed with `setting`, if weights are missing or have the wrong shape, if config.json does not
     declare their quantization, or if entire layers are unused.
@@ -52,13 +52,13 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
             )
         except RuntimeError:  # per-expert tensors that cannot be merged
             raise UserError(
-                f"{setting}: the stored tensors do not match config.json; {SAME_MODEL_FIX}, or download it again"
+                f"{setting}: the stored tensors do not match config.json; {SAME_MODEL_FIX}, or download the model again"
             ) from None
     return check_loading_info(setting, model, info)
 
 
 def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
-    """Check transformers' loading info (`output_loading_info`); returns and raises as `check_weights_fit` does."""
+    """Check transformers' loading info (`output_loading_info`). Returns and raises as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
         # A language model's checkpoint has an output head instead of a score head.
@@ -71,13 +71,13 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
         first, count = min(info["missing_keys"], key=_natural_sort_key), len(info["missing_keys"])
         raise UserError(
             f"{setting}: {count} of the {expected} weights that config.json describes for {name} are missing "
-            f"(first: {first}) and would be random; {SAME_MODEL_FIX}, or download it again"
+            f"(first: {first}) and would be random; {SAME_MODEL_FIX}, or download the model again"
         )
     if info["mismatched_keys"]:
         wrong = sorted(info["mismatched_keys"], key=lambda item: _natural_sort_key(item[0]))
         first, shape, expected_shape = wrong[0]
         raise UserError(
-            f"{setting}: {len(wrong)} of {expected} weights do not fit config.json (first: {first} has shape "
+            f"{setting}: {len(wrong)} of {expected} weights do not match config.json (first: {first} has shape "
             f"{tuple(shape)}, config.json says {tuple(expected_shape)}); {SAME_MODEL_FIX}"
         )
     if extra:

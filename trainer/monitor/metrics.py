@@ -34,7 +34,7 @@ def check_reporters(logging: LoggingSection) -> None:
     for name in logging.report_to:
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"logging.report_to={name}: the package is not installed; run `pip install {name}`, or remove it"
+                f"logging.report_to={name}: the package is not installed; run `pip install {name}`, or remove {name}"
             )
 
 
@@ -77,7 +77,7 @@ class Metrics:
         before_writing: Callable[[], None] = lambda: None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open metrics.jsonl and the trackers; `before_writing` raises if the folder no longer belongs to this run."""
+        """Open metrics.jsonl and the trackers. `before_writing` raises if the folder no longer belongs to this run."""
         check_reporters(logging)
         self._before_writing, self._console = before_writing, console
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Replay micro-steps from CUDA graphs if the host cannot launch kernels as fast as they run.
 
 A batch is padded to one of a few shapes (trainer/data/static_shapes.py). The passes of a shape are captured when it
-occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that fit no graph run eagerly.
+occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that match no graph run eagerly.
 """
 
 import time
@@ -126,7 +126,7 @@ class GraphedLoss:
         return fraction
 
     def drop(self, reason: str = "") -> None:
-        """Free all graphs and their memory; if a reason is given, use no graphs from now on."""
+        """Free all graphs and their memory. If a reason is given, use no graphs from now on."""
         if reason and not self.off_reason:
             self.off_reason = reason
             self._say(f"CUDA graphs: off: {escape(reason)}")
@@ -140,7 +140,7 @@ class GraphedLoss:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
     def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """Run the pass eagerly; after the warm-up, also measure which fraction of its time launching takes."""
+        """Run the pass eagerly. After the warm-up, also measure the fraction of time spent on launching kernels."""
         self._sizes.append(measure_sizes(batch))
         if self._mode == "on" or len(self._sizes) <= WARMUP_BATCHES:
             return self._loss(model, batch, device)
@@ -155,7 +155,7 @@ class GraphedLoss:
         return loss
 
     def _find_capture(self, batch: MicroBatch, device: torch.device) -> Replayed | None:
-        """Return the graph for this batch, captured now if its shape recurs; None if the batch must run eagerly."""
+        """Return the graph for this batch, or None if it must run eagerly. A shape that recurs is captured first."""
         if self._capturer is not None and not self._capturer.is_current:
             self._give_up("the adapter's address in memory has changed", warn=True)
             return None
@@ -216,5 +216,5 @@ def _describe_first_error(error: BaseException) -> str:
 
 @replaces("the model's forward in a replayed micro-step")
 def replace_forward(module: Any, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace the module's forward within the block; its hooks still run."""
+    """Replace the module's forward within the block. Its hooks still run."""
     return overridden((module, "forward", forward))

@@ -86,7 +86,7 @@ class TokenLoss:
     def compute_by_part(
         self, model: Any, batch: MicroBatch, device: torch.device, parts: Sequence[int] | None
     ) -> torch.Tensor:
-        """Return the loss sum of each part of the batch [N]; `parts` lists the number of targets per part, in order.
+        """Return the loss sum of each part of the batch [N]. `parts` lists the number of targets per part, in order.
 
         No matmul combines targets of different parts. With `parts=None`, returns the sum over the batch as a scalar.
         """
@@ -135,7 +135,7 @@ class TokenLoss:
         return self._compute(lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return additional metrics to log; this loss has none."""
+        """Return additional metrics to log. This loss has none."""
         return {}
 
     @property
@@ -255,7 +255,7 @@ class TokenLoss:
             return (log_p_KV.exp() * (log_p_KV - base_states)).sum()
 
     def is_in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
-        """Return whether logits are computed from hidden states in chunks; every rank must call it."""
+        """Return whether logits are computed from hidden states in chunks; a collective call."""
         with self._allow_extra_passes(batch, device):
             return self._head is not None
 
@@ -306,7 +306,7 @@ class TokenLoss:
         return torch.stack(rows).double()
 
     def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits [B, K, V] at K positions; return them and their targets [B, K] on the device."""
+        """Compute logits [B, K, V] at K positions. Return them and their targets [B, K] on the device."""
         inputs, targets = self._build_inputs(batch, device)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
@@ -320,8 +320,10 @@ class TokenLoss:
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
         if self._decided is None or self._decided == fused or self._say is None:
             return
-        method = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
-        self._say(f"[yellow]warning:[/yellow] the loss is computed {method}; the memory estimate is off by the logits")
+        problem = "is fused with the output head; the memory estimate includes logits that are not materialized"
+        if self._decided:
+            problem = "materializes all logits, not fused with the output head; the memory estimate omits them"
+        self._say(f"[yellow]warning:[/yellow] the loss {problem}")
 
 
 @replaces("`_disable_adapters` of adapted layers")
@@ -360,7 +362,7 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy tensors to the device asynchronously from pinned memory; return other values unchanged."""
+    """Copy tensors to the device asynchronously from pinned memory. Return other values unchanged."""
     if isinstance(value, dict):
         return {name: to_device(item, device) for name, item in value.items()}
     if isinstance(value, TowerOutput):

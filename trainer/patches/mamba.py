@@ -23,7 +23,7 @@ SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "cau
 
 
 def check_packable(model: Any) -> None:
-    """Raise UserError if a loaded or empty model has no layer that `adapter: qlora` can quantize."""
+    """Raise UserError if `adapter: qlora` can quantize no layer of the model, which may be on the meta device."""
     head = model.get_output_embeddings()
     if not any(is_linear(module) for module in model.modules() if module is not head):
         raise UserError(f"adapter=qlora: {type(model).__name__} has no linear layer to quantize; use adapter: lora")
@@ -63,14 +63,14 @@ def _get_last_component(path: str) -> str:
 
 
 def is_mamba_2(module: nn.Module) -> bool:
-    """Return whether this is a Mamba-2 mixer of transformers; Mamba-1 has no chunks, and other mixers no state."""
+    """Return whether this is a Mamba-2 mixer of transformers. Mamba-1 has no chunks, and other mixers no state."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
 
 @replaces("`mamba2_split_conv1d_scan_combined` of modeling files")
 def install_mamba_projections(model: Any) -> list[str]:
-    """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; return lines for the console.
+    """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights. Return lines for the console.
 
     mamba-ssm's kernel for an entire layer reads out_proj's weight without calling the layer, so an adapter on it would
     get no gradient. If that kernel returns None, transformers uses mamba-ssm's separate kernels for the convolution and
@@ -94,7 +94,7 @@ def install_mamba_projections(model: Any) -> list[str]:
 
 
 def has_scan_kernels() -> bool:
-    """Return whether mamba-ssm is usable; its Triton scan keeps less memory than a scan in plain torch."""
+    """Return whether mamba-ssm is usable. Its Triton scan keeps less memory than a scan in plain torch."""
     return not _find_load_problem(*SCAN)
 
 

@@ -30,7 +30,7 @@ class ModelProperties:
     masked: bool
     """Whether attention gets a mask even for a single text, for which causal attention needs none."""
     sinks: bool
-    """Whether the attention has sinks, which transformers supports for packs only with kernels from the hub."""
+    """Whether the attention has sinks, which transformers supports for packs only with kernels from the Hub."""
     head: str | None
     """Why head and loss cannot be fused; None if this is only known on the device."""
     caps: bool
@@ -81,11 +81,11 @@ class _DecoderOutput(tuple[torch.Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-@replaces("the forward of everything below the head of an empty model")
+@replaces("the forward of everything below the head on the meta device")
 def find_head_problem(model: Any) -> str | None:
     """Return why the loss cannot be fused with the output head; "" if it can, None if that is unknown.
 
-    The model is empty. Everything below the head returns zeros, so only the head and the code after it run.
+    The model is on the meta device. All modules below the head return zeros, so only the head and later code run.
     """
     base = find_base_model(model)
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:

@@ -65,7 +65,7 @@ class ElementwisePlan:
         ]
 
     def find_reasons(self) -> dict[str, str]:
-        """Return, for each of PARTS, why it is not replaced everywhere; the reason is empty if it is."""
+        """Return, for each of PARTS, why it is not replaced everywhere. The reason is empty if it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known type" for part, count in parts.items()}
         for name, reason in self.rejected:
@@ -74,7 +74,10 @@ class ElementwisePlan:
 
 
 def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
-    """Find the code of a loaded or an empty model that our operators can replace, without changing the model."""
+    """Return which norms, MLPs and rotary functions our operators can replace, and why the others cannot be.
+
+    The model is not changed; it may be on the meta device.
+    """
     examined = ElementwisePlan()
     forwards: dict[Any, Forward | str] = {}
     for module in model.modules():
@@ -122,7 +125,7 @@ def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 
 @replaces("the forward of adapted layers, to recompute their inputs")
 def install_input_recomputation(model: nn.Module, exclude: Sequence[nn.Module] = ()) -> int:
-    """Make adapted layers outside `exclude` recompute their inputs instead of keeping them; return their number."""
+    """Make adapted layers outside `exclude` recompute their inputs instead of keeping them. Return their number."""
     from peft.tuners.lora import LoraLayer
 
     excluded = {module for part in exclude for module in part.modules()}
@@ -310,7 +313,7 @@ def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: T
     """Compare results and gradients in fp32 and in the model's dtype; describe the difference, if any.
 
     `run` gets a function that draws normally distributed numbers, and returns our result, the model's result, and their
-    inputs. Empty models are tested on the CPU.
+    inputs. Models on the meta device are tested on the CPU.
     """
     device = torch.device("cpu") if like.is_meta else like.device
     for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _TOLERANCES else torch.float32]):

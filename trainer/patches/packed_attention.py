@@ -44,7 +44,7 @@ SUPPORT_FLAGS = {
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
 def pass_positions_to_masks(base: Any) -> None:
-    """Pass positions to `create_causal_mask`, so that masks separate documents; Granite 4.0 H does not pass them."""
+    """Pass positions to `create_causal_mask`, so that masks separate documents. Granite 4.0 H does not pass them."""
     modeling_file, decoder = sys.modules[type(base).__module__], base.base_model
     create = getattr(modeling_file, "create_causal_mask", None)
     if create is None or hasattr(decoder, "packed_positions"):
@@ -77,7 +77,7 @@ def check_attention_supported(section: ModelSection, model: Any) -> None:
 
 
 def check_attention_shareable(size: int, model: Any) -> None:
-    """Raise UserError if a model's attention cannot be divided among `size` ranks; the model may be empty."""
+    """Raise UserError if a model's attention cannot be divided among `size` ranks; meta tensors suffice."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
@@ -123,7 +123,7 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 @replaces("attention in the windows of vision towers")
 def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Make vision towers compute all windows in one attention call; transformers calls sdpa once per window.
+    """Make vision towers compute all windows in one attention call. transformers calls sdpa once per window.
 
     For an image of 896 x 896 pixels, Qwen2.5-VL has 64 windows in each of 28 layers.
     """
@@ -143,7 +143,7 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 
 def can_share_keys(model: Any) -> bool:
-    """Return whether documents can share keys in a loaded model; attention sinks and chunks do not support it."""
+    """Return whether documents can share keys in a loaded model. Attention sinks and chunks do not support it."""
     is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
@@ -321,7 +321,7 @@ def _flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor,
     longest: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Run flash attention, [T, heads, head_dim]; the last query and key of a document are the same token.
+    """Run flash attention, [T, heads, head_dim]. The last query and key of a document are the same token.
 
     This calls the operator of varlen_attn, which itself copies shared key heads in torch 2.11.
     """
@@ -364,7 +364,7 @@ def _attend_batched(
 
 
 def _build_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Build the mask [1, 1, queries, keys] of one document; return None if sdpa's `is_causal` is equivalent.
+    """Build the mask [1, 1, queries, keys] of one document. Return None if sdpa's `is_causal` is equivalent.
 
     Documents have no padding; `mask_padding` generates batches of rows of different lengths.
     """

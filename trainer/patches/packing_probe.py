@@ -51,7 +51,7 @@ ROUNDING = 0.05
 
 @torch.no_grad()
 def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, base_model: str) -> None:
-    """Raise UserError if logits depend on later tokens (the model is not causal); every rank must call it."""
+    """Raise UserError if logits depend on later tokens (the model is not causal); a collective call."""
     length = sum(LENGTHS)
     tokens = _build_distant_tokens(model, length)
     changed = tokens.clone()
@@ -76,7 +76,7 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 
 
 def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
-    """Make the model separate the documents of a pack; return whether packs must be one row. Every rank must call it.
+    """Make the model separate the documents of a pack. Return whether packs must be one row. Every rank must call it.
 
     Layers that carry state from one document to the next are changed to compute each document separately. A model that
     ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises UserError if a
@@ -106,7 +106,7 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
 
 @torch.no_grad()
 def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> str | None:
-    """Make the two answers to a prompt share its keys, or return why the model cannot; every rank must call it.
+    """Make the two answers to a prompt share its keys, or return why the model cannot; a collective call.
 
     Neither answer may see the other, and their logits must be the same as without sharing.
     """
@@ -145,7 +145,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 def check_sequence_parts(
     token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, part: SequencePart
 ) -> None:
-    """Raise UserError if the logits of a part differ from those of the full sequence; every rank must call it.
+    """Raise UserError if the logits of a part differ from those of the full sequence; a collective call.
 
     They differ if layers other than attention combine tokens. Such a model cannot be trained on split sequences.
     """
@@ -188,7 +188,7 @@ class _Probe:
         self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each document separately; return a remaining problem.
+        """Make layers that carry state across documents compute each document separately. Return a remaining problem.
 
         These layers keep using their kernels if the kernels separate documents.
         """

@@ -1,4 +1,4 @@
-"""Build the control law and the measure from the `scu` section; adapt a checkpoint's state to changed settings."""
+"""Build the control law and the measure from the `scu` section. Adapt a checkpoint's state to changed settings."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ LAW_SETTINGS = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda
 def build_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
     """Build the measure of the adapter's information. Raises UserError if N is not known."""
     if not tokens:
-        raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set it")
+        raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set scu.tokens")
     measure: Measure = "factors" if section.measure == "factors" else "delta"
     return AdapterInformation(
         find_pairs(model), measure, sigma=float(section.sigma), tokens=tokens, flat=find_flat_adapter(model)
@@ -27,7 +27,7 @@ def build_information(section: ScuSection, model: nn.Module, tokens: int | None)
 
 
 def adapt_state(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
-    """Adapt a checkpoint's state to a law with changed bounds or controller; return it with notes."""
+    """Adapt a checkpoint's state to a law with changed bounds or controller. Return it with notes."""
     if law.controller not in ("pi", "fixed"):
         return state, []
     if state.lambda_ == 0.0 and state.started:  # saved by the controller `none`

@@ -27,9 +27,9 @@ from trainer.tasks.task import Task
 def join_run(
     config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
 ) -> tuple[str, MemoryPlan, Task, int]:
-    """Form the process group, plan memory and steps, and print the decisions; every rank must call it.
+    """Form the process group, plan memory and steps, and print the decisions.
 
-    Returns the precision, the memory plan, the task and the number of steps. The plan has the decisions and the
+    A collective call; returns the precision, memory plan, task and number of steps. The plan has the decisions and the
     configuration without `auto`. `notes` are those of the loaded configuration. Raises UserError if ranks differ.
     """
     join_ranks(config, notes, ranks, lock, say)
@@ -58,7 +58,7 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
 def define_task(
     config: RunConfig, resolved: RunConfig, prepared: Prepared, ranks: Ranks, precision: str, say: Output
 ) -> tuple[Task, int]:
-    """Return the task and its number of steps, and print them; `resolved` is the configuration without `auto`."""
+    """Return the task and its number of steps, and print them. `resolved` is the configuration without `auto`."""
     task = find_model_kind(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)

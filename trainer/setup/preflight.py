@@ -39,7 +39,7 @@ def prepare(
     to_train: bool = True,
     model_files: Prepared | None = None,
 ) -> Prepared:
-    """Check the run without weights, and tokenize the data; `report` is called with the name of each phase.
+    """Check the run without weights, and tokenize the data. `report` is called with the name of each phase.
 
     With `to_train=False`, the output folder may already contain a run. `model_files` is the result of the kind's
     `read_files`.
@@ -82,7 +82,7 @@ def check_settings(config: RunConfig) -> None:
     on_gpu = {"lora.init": "loftq", "ops.backend": "cuda", "model.attn_implementation": "flex_attention"}
     for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
         if read_switch_value(config, name) == value:
-            raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove it")
+            raise UserError(f"{name}={value}: needs a GPU, and this machine has none; remove the setting")
     if config.ops.backend == "cuda" and _uses_operators(config):
         import ops
 
@@ -111,7 +111,7 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """Prepare a run and plan how it resumes; verify the whole checkpoint, if there is one."""
+    """Prepare a run and plan how it resumes. Verify the whole checkpoint, if there is one."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)

@@ -90,7 +90,7 @@ def check_no_image_settings(config: RunConfig) -> None:
     for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
             f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is not "
-            f"one (it has no {INDEX}); remove it"
+            f"one (it has no {INDEX}); remove the setting"
         )
 
 
@@ -113,7 +113,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
         pixels = ((f"dataset.{name}", getattr(config.dataset, name)) for name in ("min_pixels", "max_pixels"))
         for name, value in (*((f"vision.{name}", value) for name, value in config.vision), *pixels):
             if value not in ("none", False, None):
-                problem = "has no effect, because no record has an image; remove it"
+                problem = "has no effect, because no record has an image; remove the setting"
                 raise UserError(f"{name}={shown(value)}: {problem}")
         return
     fixes: dict[str, tuple[Any, ...]] = {
@@ -123,7 +123,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
     }
     for name, (value, *possible) in fixes.items():
         if value not in possible:
-            raise UserError(f"{name}={value}: does not work with images, which the data has; set it to {possible[0]}")
+            raise UserError(f"{name}={value}: does not work with images, which the data has; use {possible[0]}")
 
 
 def read_model_files(config: RunConfig) -> Prepared:
@@ -139,7 +139,7 @@ def read_model_files(config: RunConfig) -> Prepared:
     check_attention_supported(config.model, empty)
     layers = config.training.gradient_checkpointing_layers
     if layers is not None and layers > (available := empty.config.get_text_config().num_hidden_layers):
-        problem = f"the model has only {available}; remove it to recompute all"
+        problem = f"the model has only {available} layers; remove the setting to recompute all"
         raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:
         check_attention_shareable(config.parallel.sequence, empty)
@@ -157,7 +157,7 @@ def read_model_files(config: RunConfig) -> Prepared:
     if config.adapter == "qlora":
         check_packable(empty)
     initial, rows = read_initial_adapter(config), empty.config.get_text_config().vocab_size
-    # Other initializations compute with the weights, and the embedding of an empty model does not grow.
+    # Other initializations compute with the weights, and an embedding on the meta device does not grow.
     if initial and initial.get("init_lora_weights", True) is True and len(tokenizer) <= rows:
         load_initial_adapter(build_empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
@@ -188,7 +188,7 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
 
 
 def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
-    """Build a planner for a run that has not been prepared; return it with notes on its assumptions."""
+    """Build a planner for a run that has not been prepared. Return it with notes on its assumptions."""
     model_config, note = read_model_config(config)
     config = config.fit_max_length(context_length(model_config))
     prepared, reason = Prepared(None, model_config, None), ""

@@ -39,10 +39,10 @@ class AnswerMetrics:
         self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
         for name, metric in self._metrics.items():
             if all(_apply(name, metric, question, question.expected) is None for question in self._questions):
-                raise UserError(f"evaluation.metrics={name}: applies to none of the held-out records; remove it")
+                raise UserError(f"evaluation.metrics={name}: applies to no held-out record; remove the metric")
 
     def measure(self, engine: Engine, batch_size: int, ranks: Ranks) -> dict[str, float]:
-        """Generate answers to all prompts and return the mean of each metric; every rank must call it."""
+        """Generate answers to all prompts and return the mean of each metric; a collective call."""
         order = sorted(range(len(self._questions)), key=lambda index: -len(self._questions[index].ids))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         local: dict[int, str] = {}

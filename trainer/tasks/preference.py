@@ -70,7 +70,7 @@ class Sums:
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
     def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
-        """Return and reset the averages over all pairs, with `names` in order; every rank must call it."""
+        """Return and reset the averages over all pairs, with `names` in order; a collective call."""
         if not (sums := self.take(training=training)):
             return {}
         prefix = "train" if training else "eval"
@@ -106,7 +106,7 @@ class PreferenceLoss(TokenLoss):
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of the batch's pairs and their losses [P]; record metrics."""
+        """Return the log-probabilities of the batch's pairs and their losses [P]. Record metrics."""
         needed = self.has_reference and batch.reference is None
         return self.score(*self.measure(model, batch, device, with_reference=needed), batch)
 
@@ -125,7 +125,7 @@ class PreferenceLoss(TokenLoss):
         return measures, states is not None
 
     def score(self, measures: torch.Tensor, has_divergence: bool, batch: PairBatch) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of pairs and their losses [P], given the result of `measure`; record metrics."""
+        """Return the log-probabilities of pairs and their losses [P], given the result of `measure`. Record metrics."""
         counts, device, reference = batch.document_targets, measures.device, measures.new_zeros(1)
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
@@ -174,13 +174,13 @@ class PreferenceLoss(TokenLoss):
         return _sum_documents(-token_losses * weights, batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages over all pairs, and over tokens, since the last call; every rank must call it."""
+        """Return the averages over all pairs, and over tokens, since the last call; a collective call."""
         pairs = self._sums.take_averages(PAIR_METRICS, training=training)
         return pairs | self._tokens.take_averages(TOKEN_METRICS, training=training)
 
 
 class KtoLoss(PreferenceLoss):
-    """KTO (Ethayarajh et al. 2024), summed over labeled answers; a row's second document has a mismatched answer.
+    """KTO (Ethayarajh et al. 2024), summed over labeled answers. A row's second document has a mismatched answer.
 
     The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, clamped
     at 0 and detached.
@@ -251,7 +251,7 @@ def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
 
 
 def _read_labels(batch: PairBatch) -> torch.Tensor:
-    """Return whether the first answer of each row is desirable, bool [P]; batches store this as its weight."""
+    """Return whether the first answer of each row is desirable, bool [P]. Batches store this as its weight."""
     counts = batch.document_targets
     firsts = (counts.cumsum(0) - counts)[::2]
     return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
@@ -285,7 +285,7 @@ def _check_labels(loss: str, part: DataStats, label: str) -> None:
     labeled = part.desirable + part.undesirable
     if loss != "kto" and labeled:
         raise UserError(
-            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; set it to kto"
+            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; use kto"
         )
     if loss == "kto" and labeled < part.pairs:
         raise UserError(
@@ -298,7 +298,7 @@ def _check_labels(loss: str, part: DataStats, label: str) -> None:
 
 
 class PreferenceTask(LanguageTask):
-    """Language models trained on pairs; a sample is a pair, or a pack of pairs."""
+    """Language models trained on pairs. A sample is a pair, or a pack of pairs."""
 
     pairs = True
     predicts_time = False
@@ -314,7 +314,7 @@ class PreferenceTask(LanguageTask):
 
     @classmethod
     def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
-        """Raise UserError if the loss of a pair needs an adapter that the run did not keep."""
+        """Raise UserError if the pairs cannot be evaluated because the run did not keep the reference adapter."""
         if not (stats.evaluation or stats).pairs:
             return  # texts or conversations passed with --data
         cls.check_data(config, stats)

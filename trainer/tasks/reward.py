@@ -80,7 +80,7 @@ class RewardLoss(TokenLoss):
         return selected_scores[0].float()
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages of REWARDS over all pairs since the last call; every rank must call it."""
+        """Return the averages of REWARDS over all pairs since the last call; a collective call."""
         return self._sums.take_averages(REWARDS, training=training)
 
 
@@ -100,7 +100,7 @@ def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
 
 
 class RewardTask(LanguageTask):
-    """Language models with a score head; a sample is a pair, or a pack of pairs."""
+    """Language models with a score head. A sample is a pair, or a pack of pairs."""
 
     title = "a reward model"
     pairs = True

@@ -44,7 +44,7 @@ class StepLoss(Protocol):
         """Load-balancing loss of the router, added in training."""
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return additional metrics of training or evaluation since the last call; every rank must call it."""
+        """Return additional metrics of training or evaluation since the last call; a collective call."""
         return {}
 
     def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
@@ -110,7 +110,7 @@ class Task(Protocol):
         return None
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        """Generate samples for the sample prompts and save them in the run's `folder`; every rank must call it.
+        """Generate samples for the sample prompts and save them in the run's `folder`; a collective call.
 
         `when` is before, after, or step-N.
         """

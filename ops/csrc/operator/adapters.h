@@ -18,7 +18,7 @@ inline Dropout make_dropout(double p, const std::optional<Tensor>& seed) {
   return dropout;
 }
 
-// Raises ValueError unless every A fits x; same checks as ops/lora.py.
+// Raises ValueError unless every A matches x; same checks as ops/lora.py.
 inline void check_downs(const Tensor& x, at::TensorList downs, at::ArrayRef<double> scales, double p) {
   TORCH_CHECK_VALUE(!downs.empty() && downs.size() <= kMaxGroup && scales.size() == downs.size(), "group of ",
                     text(downs.size()), " lora_down, ", text(scales.size()), " scales: need equal counts, 1 to ",
@@ -37,7 +37,7 @@ inline void check_downs(const Tensor& x, at::TensorList downs, at::ArrayRef<doub
   }
 }
 
-// Raises ValueError unless, in addition, every B fits its A and its weight's outputs.
+// Raises ValueError unless, in addition, every B matches its A and its weight's outputs.
 inline void check_adapters(const Tensor& x, at::IntArrayRef outs, at::TensorList downs, at::TensorList ups,
                            at::ArrayRef<double> scales, double p) {
   TORCH_CHECK_VALUE(downs.size() == outs.size() && ups.size() == outs.size(), "group of ", text(outs.size()),

@@ -20,7 +20,7 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `form` to `output`; return lines to print."""
+    """Write the run's adapter in format `form` to `output`. Return lines to print."""
     if form in FILES and output.is_dir():
         raise UserError(f"{output}: is a folder, but --format {form} needs a file; use --output {output / FILES[form]}")
     check_output(output)
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.dtype != "auto" and options.format in ADAPTER_FORMATS:
         raise UserError(f"--dtype {options.dtype}: --format {options.format} keeps the adapter's dtype; remove --dtype")
     if options.dtype == "q8_0" and options.format == "hf":
-        raise UserError("--dtype q8_0: is only for GGUF files; remove it, or use --format gguf")
+        raise UserError("--dtype q8_0: is only for GGUF files; remove --dtype, or use --format gguf")
     needs_base = options.format != "peft"
     run = find_run(options.run, options.base_model, needs_base=needs_base, allow_mismatch=options.allow_mismatch)
     lines = export(run, options.format, output, dtype=options.dtype)

@@ -73,8 +73,8 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
     if any(path.startswith(towers) for path in factors):
         raise UserError(
-            "vision.train=lora: servers only apply adapters of the language model; zerolora export --format hf writes "
-            "the merged model"
+            "vision.train=lora: servers only apply adapters of the language model; export the merged model with "
+            "--format hf"
         )
     factors |= _build_missing_parts(factors, model)
     if whole_groups:
@@ -84,9 +84,9 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
 
 
 def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
-    """Return the factors by layer path in the model; the adapter is loaded into `adapted`, a copy of the model.
+    """Return the factors by layer path in the model. The adapter is loaded into `adapted`, a copy of the model.
 
-    The file may use the model's names or the checkpoint's. Raises UserError if a tensor is missing or does not fit.
+    The file may use the model's names or the checkpoint's. Raises UserError if a tensor is missing or does not match.
     """
     from peft import get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
@@ -221,5 +221,5 @@ class _StoredNames:
 
 
 def _unknown_to_servers(problem: str) -> UserError:
-    fix = "zerolora export --format hf writes the merged model"
+    fix = "export the merged model with --format hf"
     return UserError(f"{problem}, but no server is known to apply adapters to it; {fix}")

@@ -32,7 +32,7 @@ NUMBERED_IN_VLLM = ("gpt_oss",)
 """Model types with all experts in one tensor, for which vLLM expects w1, w2 and w3 in adapters."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Allowed values of --max-lora-rank."""
-MERGED = "zerolora export --format hf writes the merged model"
+MERGED = "export the merged model with --format hf"
 
 
 def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> None:

@@ -28,5 +28,5 @@ def _write(runs: list[Path], output: Path | None) -> Path:
     if len(runs) > 1:
         return write_comparison_page(runs, output or Path(PAGE))
     if output is not None:
-        raise UserError(f"--output {output}: only for several runs (the page of one is RUN/report.html); remove it")
+        raise UserError(f"--output {output}: only for several runs (one has RUN/report.html); remove --output")
     return write_report(runs[0])

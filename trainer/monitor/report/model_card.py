@@ -35,13 +35,13 @@ def is_user_written_card(card: Path) -> bool:
 
 
 def get_public_name(name: str) -> str:
-    """Return the Hub ID of a model or dataset, also for a path in the hub's cache; for local paths, the last part."""
+    """Return the Hub ID of a model or dataset, also for a path in the Hub's cache; for local paths, the last part."""
     short = shorten_cache_path(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
 
 def is_on_hub(name: str) -> bool:
-    """Return whether a name refers to the hub: it has the form owner/name and is not a local path."""
+    """Return whether a name refers to the Hub: it has the form owner/name and is not a local path."""
     is_file_name = name.lower().endswith(DATA_FILES)
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
@@ -68,7 +68,7 @@ def build_model_card(
     """Build the text of the card: base model, data, training settings, results, and how to load the adapter.
 
     `settings` is the run's configuration as JSON, `name` the adapter's repository (owner/name) or the absolute path of
-    its folder, `auto_class` the transformers class that loads the model, `pipeline_tag` its task on the hub.
+    its folder, `auto_class` the transformers class that loads the model, `pipeline_tag` its task on the Hub.
     """
     base, data = get_public_name(settings["base_model"]), settings["dataset"]
     groups = dict(build_summary_tables(records, settings, read_run(run_dir))) if records else {}
@@ -116,7 +116,7 @@ def _draw_scores(records: list[Record]) -> list[str]:
 
 def _build_front_matter(adapter: str, base: str, sources: list[str], pipeline_tag: str) -> str:
     data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": pipeline_tag}
-    # The hub rejects a card with a local base model.
+    # The Hub rejects a card with a local base model.
     if is_on_hub(base):
         data["base_model"] = base
     datasets = [get_public_name(source) for source in sources if is_on_hub(source)]

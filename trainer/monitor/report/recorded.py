@@ -134,7 +134,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shorten_cache_path(name: str) -> str:
-    """Return the Hub ID for a path in the hub's cache; remove the path of zerolora's cache from other names."""
+    """Return the Hub ID for a path in the Hub's cache. Remove the path of zerolora's cache from other names."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name.rpartition("/.cache/zerolora/")[2]
 

@@ -1,4 +1,4 @@
-"""`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and a page.
+"""`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and an HTML page.
 
 Runs are ranked by their lowest held-out loss or, without held-out data, by the mean training loss of the last tenth.
 Exit code: 0; 1 if a run has no result; 2 for a user error, with one line on stderr.
@@ -25,7 +25,7 @@ TAIL_DIVISOR = 10
 
 @dataclass(frozen=True)
 class RunResult:
-    """Holds the result of one run, ranked by its `loss` at `step`; `loss` is None if the run has no result."""
+    """Holds the result of one run, ranked by its `loss` at `step`. `loss` is None if the run has no result."""
 
     folder: Path
     held_out: Series

@@ -23,7 +23,7 @@ def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert parameters and buffers of an empty model to fp32 where `from_pretrained` would."""
+    """Convert parameters and buffers of a model on the meta device to fp32 where `from_pretrained` would."""
     if (pattern := find_fp32_names(model, dtype)) is None:
         return
     for path, module in model.named_modules():

@@ -115,7 +115,7 @@ class EngineState:
         return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in shards]
 
     def find_mismatch(self, state: dict[str, torch.Tensor]) -> str | None:
-        """Return how the tensors of `state` (from `assemble_state`) differ from this engine's; None if they fit."""
+        """Return how the tensors of `state` (from `assemble_state`) differ from this engine's; None if they match."""
         for name, parameter in self._trained:
             saved = state.get(f"master/{name}")
             if saved is None:
@@ -123,7 +123,7 @@ class EngineState:
             if saved.shape != get_full_shape(parameter):
                 return f"its {name} has shape {list(saved.shape)}, not {list(get_full_shape(parameter))}"
             if missing := [key for key in self._kind.state if f"{key}/{name}" not in state]:
-                return f"its optimizer kept no {missing[0]}, which training.optimizer needs"
+                return f"it has no optimizer state {missing[0]}, which training.optimizer needs"
         more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
         return f"it has {more} more trained tensors than this run" if more else None
 
@@ -161,7 +161,7 @@ class EngineState:
         return exact
 
     def collect_raw(self) -> dict[str, torch.Tensor]:
-        """Return this rank's 8-bit moments (none if they are fp32), which fit only the same partitioning."""
+        """Return this rank's 8-bit moments (none if they are fp32), which only match the same partitioning."""
         moments = {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
@@ -173,7 +173,7 @@ class EngineState:
         return moments | {"positions": self._hash_positions()} if moments else {}
 
     def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
-        """Restore this rank's 8-bit moments; if the partitioning differs, change nothing and return False."""
+        """Restore this rank's 8-bit moments. If the partitioning differs, change nothing and return False."""
         if raw and not torch.equal(raw["positions"], self._hash_positions()):
             return False
         for name in raw.keys() - {"positions"}:
@@ -201,7 +201,7 @@ class EngineState:
         return max((int(float(step)) for step in steps), default=0)
 
     def _read_dense(self, holder: torch.Tensor) -> Dense:
-        """Return a holder's weights and moments as flat fp32 views; 8-bit moments are dequantized copies."""
+        """Return a holder's weights and moments as flat fp32 views. 8-bit moments are dequantized copies."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
         for quantity, (values, scales, codes) in self._eight_bit.items():

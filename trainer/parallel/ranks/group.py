@@ -50,7 +50,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: dict[str, str] | None = None, *, expected: int | None = None) -> "Ranks":
-        """Read the variables that the launcher sets; without them the run has one rank.
+        """Read the variables that the launcher sets. Without them the run has one rank.
 
         Raises UserError if the number of ranks is not `expected`, or if the variables contradict each other.
         """
@@ -126,7 +126,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
 
 @replaces("the timeouts of DeepSpeed's process groups")
 def extend_timeouts(minutes: float) -> None:
-    """Set the timeout of every process group; DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
+    """Set the timeout of every process group. DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
     if dist.is_initialized():
         set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
         for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
@@ -167,7 +167,7 @@ def _discover_through_mpi(ranks: Ranks) -> None:
 
 
 def leave_process_group(*, together: bool = False) -> None:
-    """Destroy the process group; ranks that skip this sometimes abort at exit.
+    """Destroy the process group. Ranks that skip this sometimes abort at exit.
 
     `together` waits for all ranks first: mpirun kills the others as soon as one has a nonzero exit code.
     """
@@ -209,7 +209,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """Return rank 0's result of `compute` on every rank, or raise its UserError on all; every rank must call it."""
+    """Return rank 0's result of `compute` on every rank, or raise its UserError on all; a collective call."""
     answer: T | UserError | None = None
     if ranks.is_main:
         try:
@@ -223,7 +223,7 @@ def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
 
 
 def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
-    """Return the batches of this rank; some ranks repeat the first batch, so that all have the same number."""
+    """Return the batches of this rank. Some ranks repeat the first batch, so that all have the same number."""
     rank_batches = batches[ranks.rank :: ranks.world_size]
     return [*rank_batches, batches[0]] if len(rank_batches) * ranks.world_size < len(batches) else rank_batches
 

@@ -34,7 +34,7 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
-    """Return this rank's part of its sequences, or None if ranks compute full sequences; every rank must call it.
+    """Return this rank's part of its sequences, or None if ranks compute full sequences; a collective call.
 
     Consecutive ranks share a sequence, since they are usually on one host.
     """
@@ -71,7 +71,7 @@ def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Sums a tensor over a group; the backward pass sums the ranks' parts of its gradient."""
+    """Sums a tensor over a group. The backward pass sums the ranks' parts of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

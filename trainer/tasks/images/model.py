@@ -158,5 +158,5 @@ def _reject_weights(pipeline: Pipeline, names: Sequence[str], problem: str) -> N
     if names:
         raise UserError(
             f"base_model={pipeline.base_model}: {len(names)} weights {problem} (first: {names[0]}); use config.json "
-            "and weights of the same model, or download it again"
+            "and weights of the same model, or download the model again"
         )

@@ -38,7 +38,7 @@ class PublishedShape:
     channels: int
     """Channels of the latents."""
     text: dict[str, Sequence[int]]
-    """Shapes of a caption's conditions."""
+    """Shapes of a caption's conditioning tensors, by name."""
 
 
 @cache
@@ -72,7 +72,7 @@ class VaeSettings:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline before its weights are read; `folder` is None for random weights."""
+    """A pipeline before its weights are read. `folder` is None for random weights."""
 
     base_model: str
     family: Family
@@ -85,7 +85,7 @@ class Pipeline:
     downsampling: int
     """Pixels per latent, in each direction."""
     text: dict[str, Sequence[int]]
-    """Shapes of a caption's conditions, for a random pipeline."""
+    """Shapes of a caption's conditioning tensors, by name; used by pipelines with random weights."""
 
     @property
     def size_multiple(self) -> int:
@@ -165,7 +165,7 @@ class Pipeline:
 
     @cached_property
     def encoders_digest(self) -> str:
-        """Hash of the VAE and the text encoders; the pipeline's name if they are random."""
+        """Hash of the VAE and the text encoders, or the pipeline's name if they are random."""
         if self.folder is None:
             return self.base_model
         digest = xxhash.xxh3_128()

@@ -35,7 +35,7 @@ def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: obje
 def _find_mistakes(config: RunConfig) -> Iterator[str]:
     training, image = config.training, config.image
     if config.scu.enabled:
-        yield "scu.enabled=true: measures bits per token, which image models do not have; set it to false"
+        yield "scu.enabled=true: measures bits per token, which image models do not have; set scu.enabled: false"
     if config.adapter == "none":
         yield "adapter=none: not supported for image models; use lora or qlora"
     for setting in find_other_task_settings(config, "image"):
@@ -44,10 +44,10 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
         problem = "image models are recomputed block by block"
         yield f"training.gradient_checkpointing=selective: {problem}; use non_reentrant"
     if layers := training.gradient_checkpointing_layers:
-        yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
+        yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove the setting"
     if config.lora.modules_to_save:
         saved = shown(config.lora.modules_to_save)
-        yield f"lora.modules_to_save={saved}: diffusers only loads LoRA; list them in lora.target_modules"
+        yield f"lora.modules_to_save={saved}: diffusers only loads LoRA; list these layers in lora.target_modules"
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: not supported for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:
@@ -57,7 +57,7 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
 def _find_family_mistakes(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
     image, flow, name = config.image, pipeline.family.flow, pipeline.family.name
     if flow and image.min_snr_gamma is not None:
-        yield f"image.min_snr_gamma={image.min_snr_gamma:g}: {name} is trained by flow matching; remove it"
+        yield f"image.min_snr_gamma={image.min_snr_gamma:g}: {name} is trained by flow matching; remove the setting"
     if flow and image.prediction != "auto":
         yield f"image.prediction={image.prediction}: {name} is trained by flow matching; use auto"
     if not flow and image.time_shift != "auto":

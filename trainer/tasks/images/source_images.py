@@ -95,7 +95,7 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
     missing = [path for path, text in captions.items() if text is None]
     if missing and caption is None:
         raise UserError(
-            f"{prefix}: no caption for {missing[0].name} ({len(missing)} of {len(captions)} have none); write it to "
+            f"{prefix}: no caption for {missing[0].name} ({len(missing)} of {len(captions)} have none); write one to "
             f"{missing[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all images"
         )
     for path, text in captions.items():
@@ -111,7 +111,7 @@ def _read_caption(file: Path, default: str | None) -> str | None:
 
 
 def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
-    """Read captions by file name, like the `imagefolder` loader of datasets; `names` are the image files."""
+    """Read captions by file name, like the `imagefolder` loader of datasets. `names` are the image files."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
         rows = read_raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()

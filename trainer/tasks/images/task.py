@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class ImageTask(Task):
-    """Diffusers pipelines; a sample is an image with its caption."""
+    """Diffusers pipelines. A sample is an image with its caption."""
 
     title = "an image model"
     counted = ("images",)
@@ -174,7 +174,7 @@ def generate_sample_images(
     device: torch.device,
     seed: int,
 ) -> list[Any]:
-    """Generate an image (PIL) for each prompt, always with the same seeds; every rank must call it.
+    """Generate an image (PIL) for each prompt, always with the same seeds; a collective call.
 
     `captions` has the cached conditions of each prompt, and of the empty prompt for classifier-free guidance.
     """
