@@ -109,7 +109,7 @@ def store_dequantised(
     from trainer.config import ModelSection, QuantizationSection
     from trainer.model.base import load_base_model
     from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
-    from trainer.model.model_kind import auto_class
+    from trainer.model.model_kind import get_auto_class
     from trainer.model.packed_experts import PackedExperts
 
     packed = load_base_model(
@@ -123,7 +123,7 @@ def store_dequantised(
     config = AutoConfig.from_pretrained(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    whole = auto_class(config).from_config(config, dtype=torch.float32)
+    whole = get_auto_class(config).from_config(config, dtype=torch.float32)
     buffers = dict(whole.named_buffers())
     with torch.no_grad():
         for path, module in packed.named_modules():

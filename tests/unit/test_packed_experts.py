@@ -14,7 +14,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import PackedExperts, build_experts_layout
-from trainer.model.streamed_weights import load_streamed
+from trainer.model.streamed_weights import load_model_by_module
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.patches.mamba import describe_unadapted_weights
 
@@ -32,7 +32,7 @@ def streamed(folder: Path, quantization: QuantizationSection | None = None, **ho
     config = load_model_config(str(folder), ModelSection())
     config.use_cache = False
     settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "eager", "deepspeed_config": None}
-    return load_streamed(str(folder), ModelSection(), config, quantization=quantization, **(settings | how))
+    return load_model_by_module(str(folder), ModelSection(), config, quantization=quantization, **(settings | how))
 
 
 def whole(folder: Path) -> Any:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainer.config.aliases import ADVICE, ALIASES
 from trainer.config.checks import find_invalid_combinations
-from trainer.config.errors import Mistake, shown
+from trainer.config.errors import Mistake, to_text
 from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
 from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, read_switch_value
 from trainer.config.sections import RunConfig
@@ -229,8 +229,8 @@ class UserSettings:
         for section in sections:
             child = node.setdefault(section, {})
             if not isinstance(child, dict):
-                problem = f"{section} is {shown(child)}, not a section"
-                self.mistakes.add(Mistake(name, shown(value), problem, "remove one of them", name=dotted))
+                problem = f"{section} is {to_text(child)}, not a section"
+                self.mistakes.add(Mistake(name, to_text(value), problem, "remove one of them", name=dotted))
                 return
             node = child
         if override:
@@ -246,4 +246,4 @@ class UserSettings:
 
 
 def _format_key(key: Any) -> str:
-    return key if isinstance(key, str) else "null" if key is None else shown(key)
+    return key if isinstance(key, str) else "null" if key is None else to_text(key)

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from trainer.config import UserError
-from trainer.contract.known_versions import replaced, require
+from trainer.contract.known_versions import patch_attribute, require
 from trainer.data.image_features import GRID, FeatureFiles
 from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
@@ -128,7 +128,7 @@ def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any,
     own_class = type(processor_class.__name__, (processor_class,), skip_check)
     # SmolVLM's processor requires num2words, but only uses it for videos.
     has_all = getattr(module, "num2words", True) is not None
-    with nullcontext() if has_all else replaced(module, "num2words", str, "transformers"):
+    with nullcontext() if has_all else patch_attribute(module, "num2words", str, "transformers"):
         return own_class(**parts, **settings)
 
 

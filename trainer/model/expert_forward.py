@@ -69,7 +69,7 @@ def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
 
 def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
     """Return the frozen weights as operands of `ops.experts_mlp`; None if the operator does not support them."""
-    if hidden.is_cuda and ops.loaded() is None:
+    if hidden.is_cuda and ops.get_loaded_backend() is None:
         return None  # operators are loaded for training only
     activation = detect_activation(experts)
     gate_up, down = (_build_matrix_operand(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))

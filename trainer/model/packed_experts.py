@@ -30,7 +30,7 @@ from ops import reference
 from ops.eight_bit import STORAGE
 from ops.grouped import Sections, place_sections, view_sections
 from ops.reference import dequantize_blocks, quantize_rows
-from trainer.contract.known_versions import overridden, replaces, require
+from trainer.contract.known_versions import patch_objects, replaces, require
 from trainer.model import mxfp4
 from trainer.model.eight_bit import check_input
 
@@ -272,5 +272,5 @@ def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -
 
 
 def _forward_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    with overridden(*((module, name, packed.dequantized()) for name, packed in list_packed_tensors(module).items())):
+    with patch_objects(*((module, name, packed.dequantized()) for name, packed in list_packed_tensors(module).items())):
         return forward(*args, **kwargs)

@@ -100,7 +100,7 @@ class _Shapes:
         return torch.empty(self._shapes[name], device="meta")
 
 
-def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
+def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
     """Map every parameter and persistent buffer of an empty model to its stored tensors.
 
     Tied parameters appear under all of their names. Raises UserError if a parameter is not stored.

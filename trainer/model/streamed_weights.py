@@ -23,7 +23,7 @@ from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
 from trainer.model.four_bit import READ_DIRECTLY, quantize_linear
-from trainer.model.model_kind import auto_class, find_output_layer, has_score, is_mxfp4
+from trainer.model.model_kind import find_output_layer, get_auto_class, has_score, is_mxfp4
 from trainer.model.mxfp4 import MXFP4, strip_quantization
 from trainer.model.packed_experts import (
     GROUPED,
@@ -37,7 +37,7 @@ from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, TensorsWithScore
 from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat
 from trainer.model.stored_fp8 import Block, Fp8Files
-from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
+from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, map_stored_tensors
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
@@ -47,7 +47,7 @@ from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear
 
 
 @replaces("modules and parameters of the empty model")
-def load_streamed(
+def load_model_by_module(
     base_model: str,
     section: ModelSection,
     config: Any,
@@ -83,7 +83,7 @@ def load_streamed(
         else:
             files = stored if form is None else Fp8Files(stored, form)
         files = TensorsWithScore(files, config) if has_score(config) else files
-    layout = stored_layout(model, files, base_model)
+    layout = map_stored_tensors(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
     # PEFT reads this attribute.
     model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
@@ -99,7 +99,7 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(
+        model = get_auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()

@@ -22,7 +22,7 @@ from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
 from trainer.model.packed_experts import FrozenLinearGrouped
-from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
+from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards
 from trainer.parallel.engine.linear_layers import is_linear
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
@@ -71,7 +71,7 @@ def fuse(
     """
     chosen = ops.load(backend)
     report, groups = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
-    check_operators(groups, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    check_operators(groups, get_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     for group in groups:
         group.install()
     return report

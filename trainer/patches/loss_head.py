@@ -22,7 +22,7 @@ from ops.head import (
     sum_token_losses,
     sum_token_losses_from_logits,
 )
-from trainer.contract.known_versions import replaced, replaces, require
+from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import LOAD_BALANCING
@@ -355,7 +355,7 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
     def balance_masked(*args: Any, **kwargs: Any) -> Any:
         return balance(**inspect.signature(balance).bind(*args, **kwargs).arguments | {"attention_mask": mask})
 
-    with replaced(modeling_file, LOAD_BALANCING, balance_masked, "transformers"):
+    with patch_attribute(modeling_file, LOAD_BALANCING, balance_masked, "transformers"):
         yield
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pixel_unshuffle
 from trainer.contract.whole_files import apply_umask
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.images.sizes import Fit
+from trainer.tasks.images.sizes import ResizeAndCrop
 from trainer.tasks.images.source_images import SourceImage
 
 IMAGES_PER_FILE = 512
@@ -28,7 +28,7 @@ LOG_EVERY = 100
 def encode(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
-    fits: Sequence[Fit],
+    fits: Sequence[ResizeAndCrop],
     captions: Sequence[str],
     folder: Path,
     *,
@@ -77,7 +77,7 @@ def _encode_captions(
 def _encode_images(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
-    fits: Sequence[Fit],
+    fits: Sequence[ResizeAndCrop],
     device: torch.device,
     *,
     flip: bool,

@@ -19,10 +19,10 @@ ATTENTION = ("attn", "attn1")
 """Names of a transformer block's first attention module in diffusers."""
 
 
-class ModelSettings(SimpleNamespace):
+class ModelConfigStub(SimpleNamespace):
     """Holds the parts of a transformers configuration that other code reads."""
 
-    def get_text_config(self) -> "ModelSettings":
+    def get_text_config(self) -> "ModelConfigStub":
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class ImageModel(nn.Module):
         self.pipeline, self.family = pipeline, family
         self.name_or_path = pipeline.denoiser_folder
         dropout = getattr(denoiser.config, "dropout", 0.0) or 0.0
-        self.config = ModelSettings(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
+        self.config = ModelConfigStub(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
         self.add_module(family.denoiser, denoiser)
 
     def build_empty(self) -> "ImageModel":

@@ -156,7 +156,7 @@ class Pipeline:
 
     def reading(self, what: str) -> AbstractContextManager[None]:
         """Convert exceptions from file-reading libraries to UserErrors."""
-        return _reading(f"base_model={self.base_model}", what)
+        return _convert_read_errors(f"base_model={self.base_model}", what)
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Pipeline:
 
 
 @contextmanager
-def _reading(prefix: str, what: str) -> Iterator[None]:
+def _convert_read_errors(prefix: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the libraries may raise anything
@@ -238,7 +238,7 @@ def _is_single_file(path: Path) -> bool:
 def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
     """Return the folder of a pipeline; for a Hub ID, download the files that match `wanted`."""
     path = Path(base_model).expanduser()
-    if (single := find_single_file(base_model, section)) is not None:
+    if (single := resolve_single_file_pipeline(base_model, section)) is not None:
         return _convert(path, section, single[0], is_whole=single[1])
     if path.is_dir():
         if not (path / INDEX).is_file():
@@ -259,7 +259,7 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
     return Path(found)
 
 
-def find_single_file(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
+def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
     """Return the pipeline that completes a single weights file, and whether the file has more than the denoiser.
 
     The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. None for other models.
@@ -310,7 +310,7 @@ def _convert(file: Path, section: ModelSection, source: str, *, is_whole: bool) 
 
     identity = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {origin}"
     target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
-    with _reading(prefix, f"as {family.pipeline}"):
+    with _convert_read_errors(prefix, f"as {family.pipeline}"):
         return load_or_build(target, build, lambda folder: folder)[0]
 
 
