@@ -130,7 +130,7 @@ def store_dequantised(
             for name, own in module.named_parameters(recurse=False):
                 value: Any = own
                 if isinstance(own, PackedExperts):
-                    value = own.dequantized()
+                    value = own.dequantize()
                 elif isinstance(module, FrozenLinear4bit) and name == "weight":
                     value = dequantize_weight(own, module.quant_state, torch.float32)
                 whole.get_submodule(path).get_parameter(name).copy_(value)

@@ -116,9 +116,9 @@ def test_an_expert_is_packed_as_bitsandbytes_packs_its_matrix(
         if row.numel() % block_size == 0:
             assert torch.equal(packed.dequantize_expert(index).view(1, -1), dequantize_4bit(quantised, state))
         assert float((packed.dequantize_expert(index) - matrix).norm() / matrix.norm()) < 0.13
-        assert torch.equal(packed.dequantized()[index], packed.dequantize_expert(index))
+        assert torch.equal(packed.dequantize()[index], packed.dequantize_expert(index))
     again = copy.deepcopy(packed)
-    assert torch.equal(again.dequantized(), packed.dequantized())
+    assert torch.equal(again.dequantize(), packed.dequantize())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "granitemoe"])

@@ -78,13 +78,13 @@ class Mistakes:
         """
         entries = [(name, entry) for name, (_, entry) in self._entries.items()]
         invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
-        unused, intended = self._split_unused(config, invalid)
+        unused, intended = self._classify_unused_settings(config, invalid)
         for mistake in (*find_invalid_combinations(config), *unused):
             if not mistake.concerns(invalid):
                 self.add(mistake)
         return intended
 
-    def _split_unused(
+    def _classify_unused_settings(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
         """Split configured settings without effect into mistakes, one per reason, and intentionally unused settings.

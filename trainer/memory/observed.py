@@ -70,7 +70,7 @@ class Kernels:
     packed: bool
     """Whether the base model is quantized to 4 or 8 bits."""
     packed_experts: bool
-    eight_bit: bool
+    is_8bit: bool
     """Whether matmuls take 8-bit inputs."""
     scan_by_kernel: bool
     """Whether mamba-ssm rather than plain torch computes the scans of recurrent layers."""
@@ -131,7 +131,7 @@ class Meter(TorchDispatchMode):
         if not (backward or func is torch.ops.zerolora.lora_forward.default):
             return 0
         weights = args[2] if backward else args[1]
-        if self._kernels.eight_bit:
+        if self._kernels.is_8bit:
             return sum(tensor.numel() for tensor in (*weights, *args[0])) if backward else 0
         sizes = [weight.nbytes for weight in weights]
         return sum(sizes) if backward and sum(sizes) <= MAX_DEQUANTIZED_TOGETHER else max(sizes)

@@ -292,7 +292,7 @@ class Planner:
             on_gpu=on_gpu,
             packed=packed or self.shapes.stored != "",
             packed_experts=packed or self.shapes.stored != "" or any(weight.mxfp4 for weight in self.shapes.weights),
-            eight_bit=packed and config.quantization.eight_bit and self.shapes.stored != "blocks",
+            is_8bit=packed and config.quantization.is_8bit and self.shapes.stored != "blocks",
             scan_by_kernel=on_gpu and self.machine.scan_kernels,
         )
 

@@ -222,7 +222,7 @@ def load_base_model(
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
-    if has_score(config) and SCORE not in files.shapes():
+    if has_score(config) and SCORE not in files.read_shapes():
         model.score.weight.data = init_score_head(config).to(dtype)
     return model.to(device)
 

@@ -96,9 +96,9 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
 
     if layout.dtype != hidden.dtype:
         return None
-    if layout.eight_bit:
+    if layout.is_8bit:
         sections, cell = weight.sections(), None if layout.cell == (1, layout.cols) else layout.cell
-        return replace(ops.ExpertMatrix.eight_bit(sections["codes"], sections["scales"], cell), source=weight)
+        return replace(ops.ExpertMatrix.from_8bit(sections["codes"], sections["scales"], cell), source=weight)
     if layout.groups is not None:
         if layout.cols % layout.groups.group:
             return None

@@ -66,7 +66,7 @@ def load_model_by_module(
     4-bit and FP8 weights stay as stored unless `unpack` is set. With `quantization`, stored FP8 layers run their
     matmuls in 8 bits.
     """
-    if quantization is not None and quantization.eight_bit:
+    if quantization is not None and quantization.is_8bit:
         check_fp8_support(quantization.quant_type, device)
         if device.type == "cuda":
             ops.load("auto")  # the forward of the layers needs an operator
@@ -86,8 +86,8 @@ def load_model_by_module(
     layout = map_stored_tensors(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
     # PEFT reads this attribute.
-    model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
-    if quantization is not None and not quantization.eight_bit:
+    model.is_loaded_in_4bit = quantization is not None and not quantization.is_8bit
+    if quantization is not None and not quantization.is_8bit:
         model.config.quantization_config = _build_bnb_config(quantization, dtype)
         model.is_quantized = True
         model.find_quantization_method = "bitsandbytes"
@@ -205,7 +205,7 @@ class Filler:
             return self._plan_group_packing(experts, stored, transposed=is_transposed_module)
         if fp8 is None and kind is None:
             return {}
-        if kind is not None and not kind.eight_bit:
+        if kind is not None and not kind.is_8bit:
             options: dict[str, Any] = {
                 "block": kind.block_size,
                 "double_quant": kind.double_quant,
@@ -249,7 +249,7 @@ class Filler:
             if stored.is_mxfp4:
                 return _pack(
                     files, stored, build_experts_layout(MXFP4, parameter.shape, dtype, transposed=True), self.device
-                ).dequantized()
+                ).dequantize()
             if parameter.dim() < 3 or not stored.by_expert:
                 return stored.read(files).to(self.device).to(dtype).contiguous()
             value = torch.empty(parameter.shape, dtype=dtype, device=self.device)
@@ -299,7 +299,7 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
         return twin
-    if quantization.eight_bit:
+    if quantization.is_8bit:
         return FrozenLinear8bit.from_linear(linear, quantization.quant_type, dtype)
     return quantize_linear(linear, quantization, compute_dtype=dtype)
 

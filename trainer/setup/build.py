@@ -133,7 +133,7 @@ class Builder:
         if flat is not None:
             flat.repoint()
         with phase("first passes"):
-            self._task.check(engine, loss, varlen=decisions.attention.value == VARLEN)
+            self._task.check_trainable(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
 
     def build_schedule(self, engine: Engine, total_steps: int) -> Any:

@@ -182,9 +182,9 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
     watch = StragglerWatch(ranks, engine.device, say)
     shards = get_layer_shards(engine.module)
     if shards is not None:
-        shards.time_waits(watch.waiting)
+        shards.time_waits(watch.exclude_wait)
     elif engine.zero_optimization_stage() == 3:
-        _time_fetches(engine, watch.waiting)
+        _time_fetches(engine, watch.exclude_wait)
     return watch
 
 

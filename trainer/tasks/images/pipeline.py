@@ -113,10 +113,10 @@ class Pipeline:
             changes = {"shift": image.time_shift, "use_dynamic_shifting": False}
         if not self.family.flow and image.prediction != "auto":
             changes = {"prediction_type": image.prediction}
-        with self.reading("its scheduler"):
+        with self.convert_read_errors("its scheduler"):
             return kind.from_config(self.scheduler_settings, **changes)
 
-    def load_encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
+    def load_encoder_pipeline(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
         """Load diffusers' pipeline with its text encoders or its VAE, but without the denoiser."""
         assert self.folder is not None, "a random pipeline encodes nothing"
         parts: dict[str, Any] = {self.family.denoiser: None} | ({} if vae else {VAE: None})
@@ -133,7 +133,7 @@ class Pipeline:
 
         assert self.folder is not None, "a random pipeline encodes nothing"
         silence_libraries()
-        with self.reading(f"its {name}"):
+        with self.convert_read_errors(f"its {name}"):
             model, info = getattr(transformers, self.index[name][1]).from_pretrained(
                 self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -151,10 +151,10 @@ class Pipeline:
         parts |= {name: None for name in unused if name in self.index}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
-        with self.reading("its text encoders, tokenizers or VAE"):
+        with self.convert_read_errors("its text encoders, tokenizers or VAE"):
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
-    def reading(self, what: str) -> AbstractContextManager[None]:
+    def convert_read_errors(self, what: str) -> AbstractContextManager[None]:
         """Convert exceptions from file-reading libraries to UserErrors."""
         return _convert_read_errors(f"base_model={self.base_model}", what)
 

@@ -23,7 +23,7 @@ def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: obje
         raise UserError(mistake)
     check_sizes(config.image, pipeline.size_multiple)
     pipeline.build_training_scheduler(config.image)
-    with pipeline.reading(f"{pipeline.family.denoiser}/config.json"):
+    with pipeline.convert_read_errors(f"{pipeline.family.denoiser}/config.json"):
         model = ImageModel(pipeline)
     check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)

@@ -204,7 +204,7 @@ def generate_sample_images(
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
     """Build diffusers' pipeline with this denoiser, a VAE in fp32 and no text encoders."""
-    sampler = pipeline.load_encoder(
+    sampler = pipeline.load_encoder_pipeline(
         torch.float32, text=False, vae=True
     )  # diffusers derives the latent size from the VAE
     sampler.register_modules(**{pipeline.family.denoiser: denoiser})
