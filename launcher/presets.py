@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from launcher.module import exec_module
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import nearest, shown
+from trainer.config.errors import find_nearest, to_text
 from trainer.config.yaml_core import parse_scalar
 from trainer.contract.home import HOME
 from trainer.contract.output_files import check_settings_file
@@ -82,12 +82,12 @@ def init(
 
 def _describe_first_step(model: str | None, data: str | None, preset: str, *, is_guess: bool) -> str:
     if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
-        return f"{shown(model)} does not exist; correct base_model or put the model there, then"
+        return f"{to_text(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
         return "set dataset.path, then"
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
-        return f"{shown(data)} does not exist yet; write the data there, then"
-    problem = f"warning: {shown(model)} could not be read, locally or on the Hub, so " if is_guess else ""
+        return f"{to_text(data)} does not exist yet; write the data there, then"
+    problem = f"warning: {to_text(model)} could not be read, locally or on the Hub, so " if is_guess else ""
     fix = "; check the model's name and the connection and run init again, or adjust the settings" if is_guess else ""
     return f"{problem}the file has the settings of the preset {preset}{fix}; next:"
 
@@ -135,7 +135,7 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
     Raises UserError for an unknown preset.
     """
     if preset not in PRESETS:
-        close = nearest(preset, PRESETS)
+        close = find_nearest(preset, PRESETS)
         hint = f"did you mean {close}?" if close else f"use one of {', '.join(PRESETS)}"
         raise UserError(f"--preset {preset}: no such preset; {hint}")
     path = CONFIGS / f"{PRESETS[preset]}.yaml"

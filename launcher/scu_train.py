@@ -25,7 +25,7 @@ from trainer.config.scu_flags import (
     load_flag_config,
     load_resumed_settings,
     open_log,
-    parse,
+    parse_flags,
     read_resumed_ranks,
 )
 from trainer.config.yaml_core import dump
@@ -41,7 +41,7 @@ DEMO_DATA = (
 
 def run(arguments: Sequence[str]) -> int:
     """Replace this process with `zerolora train`; return only after an error, a check or a dry run."""
-    options = parse(arguments)
+    options = parse_flags(arguments)
     if options.check_requirements:
         return check_requirements(Path(options.output_dir))
     overrides = list(options.overrides)

@@ -26,7 +26,7 @@ from trainer.config.errors import format_count
 from trainer.config.files import Positive, UnreadableFileError, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
 from trainer.contract.folder_lock import FolderLock, check_not_locked
-from trainer.contract.known_versions import installed_version
+from trainer.contract.known_versions import get_installed_version
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.rank_arguments import encode_command
 
@@ -90,7 +90,7 @@ def start(
 
 
 def get_version() -> str:
-    return installed_version("zerolora") or "(not installed)"  # in an uninstalled checkout
+    return get_installed_version("zerolora") or "(not installed)"  # in an uninstalled checkout
 
 
 class Attempts:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from trainer.config import UserError
-from trainer.config.errors import printable, shown
+from trainer.config.errors import sanitize, to_text
 from trainer.config.files import Count, Seconds, UnreadableFileError, read_bytes, read_text, read_value
 from trainer.contract.folder_lock import LOCK_FILE, describe_live_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
@@ -48,9 +48,9 @@ def status(
         return
     run = Path(target)
     if not run.is_dir():
-        raise UserError(f"{shown(target)}: is neither a job ID nor the folder of a run; pass a run's output_dir")
+        raise UserError(f"{to_text(target)}: is neither a job ID nor the folder of a run; pass a run's output_dir")
     if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
-        raise UserError(f"{shown(target)}: is not the folder of a run; pass a run's output_dir or a job ID")
+        raise UserError(f"{to_text(target)}: is not the folder of a run; pass a run's output_dir or a job ID")
     job_id = read_job_id(run)
     end_state = None
     # Without SLURM's tools, describe only the folder.
@@ -208,4 +208,4 @@ def _compute_total_steps(run: Path, last: Record) -> int | None:
 
 def _print(lines: list[tuple[str, str]]) -> None:
     for name, value in lines:
-        typer.echo(printable(f"{name:8} {value}").replace("\n", " "))
+        typer.echo(sanitize(f"{name:8} {value}").replace("\n", " "))

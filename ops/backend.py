@@ -73,7 +73,7 @@ def check_requested() -> None:
         raise ValueError(f"ops.backend=cuda: {builder.error_log}")
 
 
-def loaded() -> Backend | None:
+def get_loaded_backend() -> Backend | None:
     return _loaded
 
 

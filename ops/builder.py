@@ -112,7 +112,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
             library = self.find()
             if library is None:
                 self._architectures = self._choose_architectures()
-                library, module = self.build_into(prebuilt.cache_folder(), verbose)
+                library, module = self.build_into(prebuilt.get_cache_folder(), verbose)
             else:
                 module = self._import(library)
             self.origin = str(library.parent)

@@ -1,8 +1,8 @@
 """RMSNorm, the gating of SwiGLU and GeGLU, and rotary embedding, with recomputation of cheap results.
 
 A norm with a frozen weight skips the weight's gradient, a sum over all tokens. A result that costs one pass over memory
-(the norm's output, f(gate) up) need not be saved for the backward of the layer that reads it: `recomputing` replaces it
-with a function that recomputes it from inputs that are saved anyway.
+(the norm's output, f(gate) up) need not be saved for the backward of the layer that reads it:
+`recompute_instead_of_saving` replaces it with a function that recomputes it from inputs that are saved anyway.
 
 Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R rotary width.
 """
@@ -56,7 +56,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 @contextmanager
-def recomputing(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
+def recompute_instead_of_saving(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
     """Make operations in the context save `recompute` where they would save `result` for their backward.
 
     `recompute()` must return the same values, in any shape, from tensors that are saved anyway.

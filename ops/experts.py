@@ -87,7 +87,7 @@ class ExpertMatrix:
         return ExpertMatrix("mxfp4", (blocks, scales), experts, rows, groups * 32)
 
     @staticmethod
-    def eight_bit(values: Tensor, scales: Tensor, block: Sequence[int] | None = None) -> "ExpertMatrix":
+    def from_8bit(values: Tensor, scales: Tensor, block: Sequence[int] | None = None) -> "ExpertMatrix":
         """Wrap FP8 or int8 values with a scale for each row, or each block of (rows, columns)."""
         experts, rows, cols = values.shape
         high, wide = block or (0, 0)
@@ -99,7 +99,7 @@ class ExpertMatrix:
         experts, rows, half = sections[0].shape
         return ExpertMatrix("fp4" if floats else "int4", tuple(sections), experts, rows, 2 * half)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [E, rows, cols] in `dtype`; a view if the weights are stored transposed."""
         shape = [self.experts, self.rows, self.cols, self.block, self.nested_block]
         return experts_plain.build_dense_weight(self.tensors, self.storage, shape, dtype)

@@ -49,7 +49,7 @@ class GroupedLayout(NamedTuple):
             "order": ((*matrices, self.cols * self.ordered), torch.int32),
         }
 
-    def dequantized(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values [rows, cols], or [experts, rows, cols]. Raises ValueError if `packed` is not gathered."""
         parts = list(view_sections(packed, self.sections()).values())
         return reference.dequantize_groups(parts, self.floats, self.group, dtype)
@@ -84,10 +84,10 @@ grouped_group = build_dequantizing_group(
     pack=lambda x, weights: ([packed for packed, _ in weights], [number for _, layout in weights for number in layout]),
     outs=lambda op: op.layouts[1::_LENGTH],
     check=lambda op: None,
-    dense=lambda op, i: GroupedLayout(*op.layouts[i * _LENGTH :][:_LENGTH]).dequantized(op.packed[i], op.x.dtype),
+    dense=lambda op, i: GroupedLayout(*op.layouts[i * _LENGTH :][:_LENGTH]).dequantize(op.packed[i], op.x.dtype),
 )
 
 
 def grouped_linear(x: Tensor, packed: Tensor, layout: GroupedLayout, bias: Tensor | None) -> Tensor:
     """Compute y = x W^T + bias for a frozen weight without an adapter."""
-    return frozen_linear(x, partial(GroupedLayout.dequantized, layout), (packed,), bias)
+    return frozen_linear(x, partial(GroupedLayout.dequantize, layout), (packed,), bias)

@@ -21,7 +21,7 @@ RECORD = "build.json"
 IN_PACKAGE = Path(__file__).resolve().parent / "built"
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
@@ -77,7 +77,7 @@ def find_build(sources: str, versions: tuple[str, str, str], cards: Collection[s
     Searches the package, then the folders of ZEROLORA_OPS, then the cache.
     """
     shared = map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
-    for folder in (IN_PACKAGE, *shared, cache_folder()):
+    for folder in (IN_PACKAGE, *shared, get_cache_folder()):
         for record in sorted(folder.glob(f"*/{RECORD}")):
             build = read_record(record.parent)
             if build is None or (build.sources, build.torch, build.cuda, build.python) != (sources, *versions):

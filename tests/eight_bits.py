@@ -80,7 +80,7 @@ def announced(form: str, leave_out: Sequence[str], block: int) -> dict[str, Any]
     }
 
 
-def dequantized(folder: Path, target: Path) -> Path:
+def write_dequantized(folder: Path, target: Path) -> Path:
     """The same model in 32 bits, by the definition of each form and nothing of ours."""
     import torch
     from safetensors.torch import load_file, save_file

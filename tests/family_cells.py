@@ -29,7 +29,7 @@ from trainer.commands.export.__main__ import export
 from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, UserError, load_config
 from trainer.model.base import build_empty_model, load_base_model, load_model_config
-from trainer.model.model_kind import auto_class, check_kind
+from trainer.model.model_kind import check_kind, get_auto_class
 from trainer.parallel.ranks.group import Ranks, skip_shm_build
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
@@ -174,7 +174,7 @@ def check_size(kind: str) -> None:
     """Raise ValueError if the family's tiny configuration is not tiny."""
     with torch.device("meta"):
         config = tiny_config(kind)
-        model = auto_class(config).from_config(config)
+        model = get_auto_class(config).from_config(config)
     if (count := sum(parameter.numel() for parameter in model.parameters())) > LARGEST:
         raise ValueError(f"{count / 1e6:.0f} million parameters with the sizes of tests/families.py")
 

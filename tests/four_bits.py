@@ -174,7 +174,7 @@ def _read(parts: Tensors, form: str) -> Any:
     return torch.from_numpy(((codes - zero[g_idx]) * scale.astype(np.float32)[g_idx]).T.copy())
 
 
-def dequantized(folder: Path, target: Path, form: str) -> Path:
+def write_dequantized(folder: Path, target: Path, form: str) -> Path:
     """Write the same model in 32 bits, read by the libraries' definitions and none of our code."""
     from safetensors.torch import load_file, save_file
 

@@ -109,7 +109,7 @@ def store_dequantised(
     from trainer.config import ModelSection, QuantizationSection
     from trainer.model.base import load_base_model
     from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
-    from trainer.model.model_kind import auto_class
+    from trainer.model.model_kind import get_auto_class
     from trainer.model.packed_experts import PackedExperts
 
     packed = load_base_model(
@@ -123,14 +123,14 @@ def store_dequantised(
     config = AutoConfig.from_pretrained(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    whole = auto_class(config).from_config(config, dtype=torch.float32)
+    whole = get_auto_class(config).from_config(config, dtype=torch.float32)
     buffers = dict(whole.named_buffers())
     with torch.no_grad():
         for path, module in packed.named_modules():
             for name, own in module.named_parameters(recurse=False):
                 value: Any = own
                 if isinstance(own, PackedExperts):
-                    value = own.dequantized()
+                    value = own.dequantize()
                 elif isinstance(module, FrozenLinear4bit) and name == "weight":
                     value = dequantize_weight(own, module.quant_state, torch.float32)
                 whole.get_submodule(path).get_parameter(name).copy_(value)

@@ -10,7 +10,7 @@ from trainer.config import RunConfig
 from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.ranks.group import set_seed
 from trainer.setup.preflight import prepare
-from trainer.tasks.images.batches import Group, ImageBatches
+from trainer.tasks.images.batches import ImageBatches, SizeGroup
 from trainer.tasks.images.objective import Objective
 
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
@@ -124,14 +124,14 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
     )
 
 
-def _on(device: torch.device, group: Group) -> Group:
+def _on(device: torch.device, group: SizeGroup) -> SizeGroup:
     """In 32 bits: on a GPU the text encoders compute in 16."""
     conditions = {name: value.to(device, torch.float32) for name, value in group.conditions.items()}
     moved = {name: getattr(group, name).to(device) for name in ("latents", "noise", "times", "weights")}
     return replace(group, conditions=conditions, **moved)
 
 
-def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: Group, given: Any) -> torch.Tensor:
+def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: SizeGroup, given: Any) -> torch.Tensor:
     """As train_text_to_image_lora_sdxl.py, train_dreambooth_lora_sd3.py and train_dreambooth_lora_flux.py."""
     from diffusers.training_utils import compute_snr
 

@@ -103,7 +103,7 @@ class Loop:
 
     def end(self) -> None:
         """Wait for the last step, finish the hooks, and save."""
-        self._settle()
+        self._finish_step()
         for hook in self._hooks:
             hook.finish()
         self._save(at_the_end=True)
@@ -113,7 +113,7 @@ class Loop:
         # If one rank runs out of memory, the others are inside the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
-        self._settle()
+        self._finish_step()
         self._save(at_the_end=True)
         raise UserError(
             f"{error}; training stopped after step {self.position.step}, which is saved; resume it with "
@@ -144,7 +144,7 @@ class Loop:
         metrics["perf/graphed"] = context.loss.pop_replayed_fraction() if isinstance(context.loss, GraphedLoss) else 0.0
         self._in_flight = position.step, launched, metrics
         if not launched.on_device:
-            self._settle()
+            self._finish_step()
 
     def _launch(self) -> tuple[StepInFlight, int]:
         context, position = self._context, self.position
@@ -172,7 +172,7 @@ class Loop:
     def before_update(self) -> None:
         """Finish the previous step, and make the device wait for copies of tensors that the update changes."""
         self._context.recovery.is_updating = True
-        self._settle()
+        self._finish_step()
         if self._checkpoints is not None:
             self._checkpoints.copies.make_updates_wait()
 
@@ -181,7 +181,7 @@ class Loop:
         minutes = self._training.save_minutes
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
-    def _settle(self) -> None:
+    def _finish_step(self) -> None:
         """Wait for the step in flight, if there is one, and report it; called before the next update at the latest."""
         if self._in_flight is None:
             return
@@ -204,7 +204,7 @@ class Loop:
 
     def _pause(self) -> None:
         """Wait for the step in flight, and exclude the time until the next step from the next step's duration."""
-        self._settle()
+        self._finish_step()
         self._previous = None
 
     def _check_finite(self, step: int, result: StepResult) -> None:
@@ -291,13 +291,13 @@ class Loop:
         if self._saved_at != self.position.step:
             self._start_save(self._checkpoints, at_the_end=at_the_end)
         if at_the_end:
-            self._checkpoints.settle()
+            self._checkpoints.finish_save()
 
     def _start_save(self, checkpoints: CheckpointManager, *, at_the_end: bool) -> None:
         context, started = self._context, time.perf_counter()
         checkpoints.copy(context.engine)
         waiting = time.perf_counter()
-        self._settle()
+        self._finish_step()
         self._previous, started = None, started + time.perf_counter() - waiting
         try:
             checkpoints.save(context.engine, self.position, context.schedule, context.batches, context.steering)

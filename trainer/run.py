@@ -141,7 +141,7 @@ class Run:
                 self.folder.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
             self._save_result(engine, factor)
         if self.steering is not None and self.ranks.is_main:
-            self.steering.settle()
+            self.steering.apply_pending_measurement()
             self.folder.save_scu_records(self.steering)
         self.peak = self.memory.measure_peak()
         self._loss_after = after

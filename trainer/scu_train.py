@@ -17,7 +17,7 @@ from trainer.config.scu_flags import (
     load_flag_config,
     load_resumed_settings,
     open_log,
-    parse,
+    parse_flags,
 )
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
-    options = parse(arguments, by_rank=True)
+    options = parse_flags(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
             option = f"--{flag.replace('_', '-')}"

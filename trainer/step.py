@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.contract.known_versions import changed
+from trainer.contract.known_versions import build_api_error
 from trainer.memory.oom_recovery import Recovery
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, sum_over_ranks
@@ -153,7 +153,7 @@ def train_step(
             engine.step()
     norm = engine.get_global_grad_norm() if plain_norm is None else plain_norm
     if norm is None:
-        raise changed("deepspeed", "engine.get_global_grad_norm() has no norm after a step")
+        raise build_api_error("deepspeed", "engine.get_global_grad_norm() has no norm after a step")
     grad_norm = torch.as_tensor(norm).double()
     if grad_norm.device != device:
         grad_norm = sums.new_zeros(()).fill_(float(grad_norm))

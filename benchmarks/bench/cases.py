@@ -151,7 +151,7 @@ def build_peer_case(name: str, run: RunConfig, base_model: str, *, on_gpu: bool,
     return Case(
         name=name,
         base_model=base_model,
-        four_bit=run.adapter == "qlora" and not run.quantization.eight_bit,
+        four_bit=run.adapter == "qlora" and not run.quantization.is_8bit,
         recompute=run.training.gradient_checkpointing != "none",
         rank=run.lora.r,
         alpha=run.lora.alpha,

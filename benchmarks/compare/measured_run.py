@@ -25,7 +25,7 @@ from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples
 from trainer.evaluation import Evaluation
 from trainer.model.adapter import changes_base_weights
-from trainer.model.saved_adapter import scaled_adapter
+from trainer.model.saved_adapter import scale_adapter_temporarily
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.engine.protocol import Engine
@@ -160,7 +160,7 @@ class HeldOutDocuments:
             return
         engine.eval()
         for factor in SCALES:
-            with scaled_adapter(engine.module, factor):
+            with scale_adapter_temporarily(engine.module, factor):
                 self._scaled.append(self._measure(engine, self._documents, compute_row_losses))
         engine.train()
 

@@ -21,10 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.doctor.this_host import (
+    check_build_locks,
     check_bytecode,
     check_driver,
     check_folders,
-    check_locks,
     check_memory,
     check_packages,
     check_port,
@@ -36,7 +36,7 @@ from launcher.targets.hostfile import SSH, detect_unreachable_hosts
 from launcher.targets.local import Command, select_exported_variables, write_environment
 from launcher.targets.slurm import Allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
-from trainer.config.errors import format_count, printable
+from trainer.config.errors import format_count, sanitize
 from trainer.config.files import UnreadableFileError, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
 from trainer.contract.json_records import MARK, Check
@@ -105,7 +105,7 @@ def check_this_host(
     loaded: LoadedConfig | None, arguments: Sequence[str], ranks: int, *, port: int | None
 ) -> list[Check]:
     config = None if loaded is None else loaded.config
-    checks = [*check_packages(), check_bytecode(), *check_driver(), *check_locks(), check_port(port)]
+    checks = [*check_packages(), check_bytecode(), *check_driver(), *check_build_locks(), check_port(port)]
     probed, need = run_probe(arguments, ranks)
     return [
         *checks, *probed, *check_folders(config, need), *check_memory(ranks, need, on_gpus=bool(list_visible_gpus()))
@@ -191,9 +191,9 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
             continue
         name = f"{check.host}: {check.name}" if check.host else check.name
         label = "better" if check.state == "OK" else "fix"
-        fix = f"\n[bold]{label}:[/bold] {escape(printable(check.fix))}" if check.fix else ""
+        fix = f"\n[bold]{label}:[/bold] {escape(sanitize(check.fix))}" if check.fix else ""
         table.add_row(
-            f"[{COLORS[check.state]}]{check.state}[/]", escape(printable(name)), escape(printable(check.found)) + fix
+            f"[{COLORS[check.state]}]{check.state}[/]", escape(sanitize(name)), escape(sanitize(check.found)) + fix
         )
     for host, count in passed.items():
         table.add_row("[green]OK[/]", escape(host), f"{count} checks passed")

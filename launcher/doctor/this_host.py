@@ -191,7 +191,7 @@ def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Itera
     yield Check("/dev/shm", "OK" if enough else failed_state, description, "" if enough else fix)
 
 
-def check_locks() -> Iterator[Check]:
+def check_build_locks() -> Iterator[Check]:
     """Check for locks left by killed builds, which block every later build."""
     root = get_extensions_folder()
     locks = find_locks(root)

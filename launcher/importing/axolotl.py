@@ -19,11 +19,11 @@ END_OF_TURN = "only the token that ends a trained turn is trained on"
 
 def translate(foreign: ForeignConfig) -> Translation:
     t = Translation(foreign, KEYS)
-    set_model(t)
-    set_adapter(t)
-    set_data(t)
-    set_training(t)
-    set_saves_and_evaluations(t)
+    translate_model(t)
+    translate_adapter(t)
+    translate_data(t)
+    translate_training(t)
+    translate_saves_and_evaluations(t)
     if (rl := str(t.get("rl")).lower()) in (KEYS["rl"].values or ()):
         common.set_preference(t, {rl: 1.0, "sft": t.get("rpo_alpha", 0.0)}, "sequence_len", "rl", "rpo_alpha")
     elif t.get("reward_model"):
@@ -34,7 +34,7 @@ def translate(foreign: ForeignConfig) -> Translation:
     return t
 
 
-def set_model(t: Translation) -> None:
+def translate_model(t: Translation) -> None:
     common.check_model(t, "base_model")
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
         t.reject("model_quantization_config", "training weights in this format is not supported; use the 16-bit model")
@@ -56,7 +56,7 @@ def set_model(t: Translation) -> None:
             t.note(name, f"{', '.join(others)}: the tokenizer's tokens and the chat template's end of turn are used")
 
 
-def set_adapter(t: Translation) -> None:
+def translate_adapter(t: Translation) -> None:
     common.check_bits(t)
     loftq = t.get("peft.loftq_config") or t.get("loftq_config")
     if t.get_setting("adapter") == "none":
@@ -80,7 +80,7 @@ def set_adapter(t: Translation) -> None:
     common.set_experts(t)
 
 
-def set_training(t: Translation) -> None:
+def translate_training(t: Translation) -> None:
     min_ratio = t.get("cosine_min_lr_ratio")
     if min_ratio is not None and not 0 <= min_ratio <= 1:
         t.reject("cosine_min_lr_ratio", "must be between 0 and 1")
@@ -106,7 +106,7 @@ def set_training(t: Translation) -> None:
         t.put("training.offload_activations", True, "activation_offloading", "gradient_checkpointing")
 
 
-def set_saves_and_evaluations(t: Translation) -> None:
+def translate_saves_and_evaluations(t: Translation) -> None:
     """Set when to save and evaluate (once an epoch by default), when to stop, and where to report."""
     each_epoch = None if t.get_setting("dataset.streaming") else ("s_per_epoch", 1)
     common.set_saves_and_evaluations(t, each_epoch, each_epoch)
@@ -115,7 +115,7 @@ def set_saves_and_evaluations(t: Translation) -> None:
         t.put("logging.project", t.get("wandb_project"), "wandb_project")
 
 
-def set_data(t: Translation) -> None:
+def translate_data(t: Translation) -> None:
     check_media(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
@@ -140,8 +140,8 @@ def set_data(t: Translation) -> None:
         t.note_unsupported("val_set_size", "a stream cannot be split; set dataset.evaluation")
     if streamed and not t.get("excess_length_strategy"):
         t.drop("dataset.too_long")
-    set_chat_template(t)
-    set_roles(t)
+    translate_chat_template(t)
+    translate_roles(t)
 
 
 def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict[str, Any]]]:
@@ -252,7 +252,7 @@ def read_shared(t: Translation, name: str) -> tuple[Any, str]:
     return values[0] if values else (None, "datasets")
 
 
-def set_chat_template(t: Translation) -> None:
+def translate_chat_template(t: Translation) -> None:
     """Set the chat template, which must be the same for all sources."""
     common.set_thinking(t)
     (jinja, at_jinja), (name, at) = read_shared(t, "chat_template_jinja"), read_shared(t, "chat_template")
@@ -265,7 +265,7 @@ def set_chat_template(t: Translation) -> None:
         t.note(at, f"{name}: {common.TOKENIZER_TEMPLATE}")
 
 
-def set_roles(t: Translation) -> None:
+def translate_roles(t: Translation) -> None:
     """Set the roles to train on, which must be the same for all sources."""
     roles, at = read_shared(t, "roles_to_train")
     if roles and not t.get("train_on_inputs"):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from launcher.importing.translation import Translation, convert, is_off, load_table, read_kind, read_tables, split_names
 from trainer.config import UserError, aliases
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.files import read_json
 from trainer.config.sections import TRACKERS
 from trainer.config.yaml_core import Yaml11Loader, read_yaml
@@ -268,7 +268,7 @@ def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value
     problems: list[str] = []
 
     def report(inner: str, part: Any, problem: str) -> None:
-        problems.append(f"{path}: {inner.removeprefix('.')}={shown(part, 40)}: {problem}".replace(": =", ": "))
+        problems.append(f"{path}: {inner.removeprefix('.')}={to_text(part, 40)}: {problem}".replace(": =", ": "))
 
     converted = convert(kind, value, at, report)
     if problems:

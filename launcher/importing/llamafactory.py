@@ -33,8 +33,8 @@ def translate_v0(foreign: ForeignConfig) -> Translation:
         t.reject("do_train", common.REASONS["nothing_trained"])
     if t.get("use_muon"):  # LLaMA-Factory then ignores optim
         t.put("training.optimizer", "muon", "use_muon")
-    set_adapter(t)
-    set_data(t)
+    translate_adapter(t)
+    translate_data(t)
     common.set_training(t, "auto", None)
     common.set_distribution(t)
     if t.get("stage") == "dpo":
@@ -105,7 +105,7 @@ def read_v1_sources(t: Translation) -> list[dict[str, Any]]:
     return sources
 
 
-def set_adapter(t: Translation) -> None:
+def translate_adapter(t: Translation) -> None:
     common.set_bits(t, "quantization_bit")
     if "lora.alpha" not in t.settings:
         t.put("lora.alpha", 2 * max(1, t.get("lora_rank", 8)))
@@ -114,10 +114,10 @@ def set_adapter(t: Translation) -> None:
         t.put("lora.init", "pissa" if t.get("pissa_iter") == -1 else "pissa_niter_16", "pissa_init", "pissa_iter")
 
 
-def set_data(t: Translation) -> None:
+def translate_data(t: Translation) -> None:
     t.require("dataset", common.NO_DATA)
     if names := split_names(t.get("dataset")):
-        set_sources(t, names)
+        translate_sources(t, names)
     is_pretraining, is_packed = t.get("stage") == "pt", t.get("packing") or t.get("neat_packing")
     if is_packed or (is_pretraining and t.get("packing") is None):
         t.put("dataset.packing", True, "packing", "neat_packing")
@@ -135,7 +135,7 @@ def set_data(t: Translation) -> None:
     common.set_thinking(t)
 
 
-def set_sources(t: Translation, names: list[str]) -> None:
+def translate_sources(t: Translation, names: list[str]) -> None:
     folder = t.get("dataset_dir", "data")
     file = t.foreign.find(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
@@ -170,7 +170,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if {"videos", "audios"} & columns.keys():
         t.reject(key, f"{name}: {common.VISION}")
     if "images" in columns:
-        set_images(t)
+        translate_images(t)
     source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
         t.reject("max_samples", "must be 1 or more; remove it to use all records")
@@ -196,7 +196,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     return {}
 
 
-def set_images(t: Translation) -> None:
+def translate_images(t: Translation) -> None:
     common.check_images(t, "model_name_or_path")
     if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # others have one size
         t.put("dataset.max_pixels", t.get("image_max_pixels", 768 * 768), "image_max_pixels")

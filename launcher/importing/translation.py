@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trainer.config.aliases import ALIASES, read_table
-from trainer.config.errors import Mistake, UserErrors, describe_problem, nearest, shown
+from trainer.config.errors import Mistake, UserErrors, describe_problem, find_nearest, to_text
 from trainer.config.messages import get_setting_type
 from trainer.config.values import list_accepted_types, parse_value
 from trainer.config.yaml_core import parse_scalar
@@ -85,7 +85,7 @@ def load_table(name: str) -> dict[str, Key]:
     source = read_tables()[name]
     table: dict[str, Key] = {}
     for names, row in source.get("rows", {}).items():
-        table |= dict.fromkeys(names.split(), _read_row(row))
+        table |= dict.fromkeys(names.split(), _parse_key(row))
     for names, why in source.get("refused", {}).items():
         table |= dict.fromkeys(names.split(), Key(refused=why))
     for word, keys in source.items():
@@ -102,7 +102,7 @@ def load_table(name: str) -> dict[str, Key]:
     return (load_table(source["includes"]) if "includes" in source else {}) | table
 
 
-def _read_row(row: Mapping[str, Any]) -> Key:
+def _parse_key(row: Mapping[str, Any]) -> Key:
     kind, values, unless = read_kind(row.get("kind")), row.get("values"), tuple(row.get("unless", ()))
     values = {value: value for value in values} if isinstance(values, list) else values and _split_keys(values)
     return Key(**{**row, "kind": kind, "values": values, "unless": unless, "notes": _split_keys(row.get("notes", {}))})
@@ -226,7 +226,7 @@ class Translation:
     def report(self, name: str, value: Any, problem: str) -> None:
         """Report an error, unless the key already has one."""
         is_bare = self.foreign.is_command_line and value is True  # an option without a value
-        value_text = "" if value is UNSET or is_bare else f"={shown(value, 40)}"
+        value_text = "" if value is UNSET or is_bare else f"={to_text(value, 40)}"
         problem = "has no value; add one after it" if is_bare and problem.startswith("must be a string") else problem
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{value_text}: {problem}")
 
@@ -263,7 +263,7 @@ class Translation:
         if key.refused:
             self.reject(name, key.refused)
         elif key.left_out and not is_off(value) and value not in key.unless:
-            self.note_unsupported(name, f"{shown(value, 60)}: {key.left_out}")
+            self.note_unsupported(name, f"{to_text(value, 60)}: {key.left_out}")
         elif key.values is not None and word not in key.values:
             if not is_off(value):
                 self.reject(name, key.otherwise)
@@ -293,9 +293,9 @@ class Translation:
                 if key not in used and (is_off(inner) or key in table or key.startswith(prefixes)):
                     self.no_effect.append(key)
                 elif key not in used:
-                    near = nearest(key, [name for name in table if name[-1] != "*"], 0.86)
+                    near = find_nearest(key, [name for name in table if name[-1] != "*"], 0.86)
                     why = f"did you mean {near}?" if near else "no counterpart here"
-                    self.note_unsupported(key, f"{shown(inner, 60)}: {why}")
+                    self.note_unsupported(key, f"{to_text(inner, 60)}: {why}")
 
     def report_config_error(self, mistake: Mistake | str) -> None:
         assert isinstance(mistake, Mistake), mistake

@@ -83,11 +83,11 @@ def translate(foreign: ForeignConfig) -> Translation:
     t = Translation(foreign, SCRIPTS.get(script, KEYS))
     common.check_model(t, "model_name_or_path")
     common.set_attention(t, "attn_implementation")
-    set_adapter(t)
-    set_data(t)
+    translate_adapter(t)
+    translate_data(t)
     common.set_training(t, "bf16", ("steps", max(1, int(t.get("logging_steps", 10)))))
     common.set_distribution(t)
-    set_accelerate(t)
+    translate_accelerate(t)
     if script == "dpo":
         common.set_preference(t, read_losses(t), "max_length", "loss_type", "loss_weights", "rpo_alpha")
     elif script == "kto":
@@ -118,7 +118,7 @@ def read_losses(t: Translation) -> dict[str, float]:
     return losses | ({"sft": t.get("rpo_alpha")} if t.get("rpo_alpha") else {})
 
 
-def set_adapter(t: Translation) -> None:
+def translate_adapter(t: Translation) -> None:
     common.check_bits(t)
     four, eight = t.get("load_in_4bit"), t.get("load_in_8bit")
     kind = "none" if not t.get("use_peft") and t.get("lora_r") is None else "qlora" if four or eight else "lora"
@@ -132,7 +132,7 @@ def set_adapter(t: Translation) -> None:
     common.set_experts(t)
 
 
-def set_data(t: Translation) -> None:
+def translate_data(t: Translation) -> None:
     sources = [read_source(t, entry, f"datasets.{index}") for index, entry in enumerate(t.get("datasets", []))]
     if t.foreign.tree.get("datasets") in EMPTY and "dataset.path" not in t.settings:
         t.require("dataset_name", common.NO_DATA)
@@ -164,7 +164,7 @@ def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any
     return {key: entry[key] for key in ("path", "name", "split", "data_files") if key in entry}
 
 
-def set_accelerate(t: Translation) -> None:
+def translate_accelerate(t: Translation) -> None:
     """Set the ZeRO stage from accelerate's configuration file, the name of a TRL configuration, or options."""
     launcher = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "zero_stage": "DEEPSPEED"}
     names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")

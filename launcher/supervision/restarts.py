@@ -98,7 +98,7 @@ class Restarts:
             ending = self._start([f"{name}={value}" for name, value in self._settings.items()])
             note = RestartNote.take(self._logs)
             if ending.code == EXIT_RESTART:
-                if note is None or not self._retry_smaller(note, ending):
+                if note is None or not self._retry_with_smaller_batch(note, ending):
                     return EXIT_FAILED
             elif (
                 ending.code == EXIT_OK
@@ -116,7 +116,7 @@ class Restarts:
                 say(f"restart {self._restarts} of {self._max_restarts}: resuming from {checkpoint or 'the start'}")
             before, self._has_trained = ending, self._has_trained or ending.has_completed_step
 
-    def _retry_smaller(self, note: RestartNote, ending: Ending) -> bool:
+    def _retry_with_smaller_batch(self, note: RestartNote, ending: Ending) -> bool:
         if self._halvings == MAX_HALVINGS:
             say(
                 f"out of memory in step {note.step} after {MAX_HALVINGS} halvings; use "

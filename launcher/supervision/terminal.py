@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from trainer.config.errors import printable
+from trainer.config.errors import sanitize
 
 FOLLOW_S = 0.2
 
@@ -85,7 +85,7 @@ def say(message: str) -> None:
     """Print a message of the launcher to stderr; ignore a closed stderr."""
     with suppress(OSError):  # the terminal is closed, but the run continues
         _clear_line()
-        print(printable(message), file=sys.stderr, flush=True)
+        print(sanitize(message), file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:
@@ -93,7 +93,7 @@ def show(line: str) -> None:
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()
-    _write(f"{printable(line)}\n".encode(errors="replace"))
+    _write(f"{sanitize(line)}\n".encode(errors="replace"))
 
 
 def _clear_line() -> None:

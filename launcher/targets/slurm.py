@@ -18,7 +18,7 @@ from launcher.targets.hostfile import choose_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
 from trainer.contract.default_ranks import is_in_allocation, read_ranks_per_node
-from trainer.contract.rendezvous import job_port
+from trainer.contract.rendezvous import compute_job_port
 
 NODE_TIMEOUT_S = 60.0
 RETRY_AFTER_S = 10.0
@@ -34,7 +34,7 @@ class Allocation:
 
     @property
     def port(self) -> int:
-        return job_port(self.job_id)
+        return compute_job_port(self.job_id)
 
 
 def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:

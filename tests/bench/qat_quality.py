@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.bench.eight_bit_quality import interval
-from trainer.checkpoint.finished_run import default_device, find_run, load_saved_tokenizer, silence_libraries
+from trainer.checkpoint.finished_run import choose_default_device, find_run, load_saved_tokenizer, silence_libraries
 from trainer.commands.evaluate import compute_row_losses, load_held_out_samples
 from trainer.data.batches import collate
 from trainer.data.samples import split_documents
@@ -26,7 +26,7 @@ def held_out_loss(run_dir: Path, folder: str, documents: int) -> float:
     tokenizer = load_saved_tokenizer(run)
     samples, _ = load_held_out_samples(run, tokenizer, None, None)
     held_out = [document for sample in samples for document in split_documents(sample)][:documents]
-    model = AutoModelForCausalLM.from_pretrained(run_dir / folder, dtype="auto").to(default_device()).eval()
+    model = AutoModelForCausalLM.from_pretrained(run_dir / folder, dtype="auto").to(choose_default_device()).eval()
     total, targets = 0.0, 0
     for document in held_out:
         batch = collate([document], tokenizer.pad_token_id, packed=False, flat=False)

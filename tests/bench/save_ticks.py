@@ -109,7 +109,7 @@ def main() -> None:
             saves.save(engine, Position(step=step), schedule, None, None)  # type: ignore[arg-type]
             in_begin = time.perf_counter() - begun
             waited, longest = waited_until(run_dir / f"checkpoint-{step}")
-            saves.settle()
+            saves.finish_save()
             rows.append((in_begin, waited, longest))
             whole = time.perf_counter() - begun
             print(

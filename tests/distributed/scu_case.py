@@ -148,7 +148,7 @@ def on_engine(
                 if stage in (1, 2):
                     out["norms"].append(norms_of(engine.optimizer))
             engine.step()
-    steering.settle()
+    steering.apply_pending_measurement()
     out["timed"] = engine.tput_timer.config.enabled
     out["data_bpt"] = [record["data_bpt"] for record in steering.records]
     if inspect is not None:

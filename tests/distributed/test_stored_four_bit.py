@@ -9,7 +9,7 @@ import yaml
 from tests.distributed.conftest import Matrix, environment, launch
 from tests.distributed.plan import case
 from tests.distributed.test_stored_fp8 import ATTENTION, PLACES
-from tests.four_bits import dequantized, store_in_four_bits
+from tests.four_bits import store_in_four_bits, write_dequantized
 from tests.mixtures import make_mixture
 from tests.plain_peft import plain_losses
 from tests.tiny import make_model, make_tokenizer
@@ -53,10 +53,10 @@ def _plan() -> list[dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder = tmp_path_factory.mktemp("four")
     for form in DENSE:
-        dequantized(store_in_four_bits(make_model(folder / form), form), folder / f"{form}-plain", form)
+        write_dequantized(store_in_four_bits(make_model(folder / form), form), folder / f"{form}-plain", form)
     for form in ("awq", "nvfp4"):
         make_tokenizer(make_mixture(folder / f"mixture-{form}", "qwen3_moe"))
-        dequantized(store_in_four_bits(folder / f"mixture-{form}", form), folder / f"mixture-{form}-plain", form)
+        write_dequantized(store_in_four_bits(folder / f"mixture-{form}", form), folder / f"mixture-{form}-plain", form)
     launch(folder, 2, _plan(), environment())
     return Matrix(folder, _plan())
 

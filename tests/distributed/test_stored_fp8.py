@@ -8,7 +8,7 @@ import yaml
 
 from tests.distributed.conftest import Matrix, environment, launch
 from tests.distributed.plan import case
-from tests.eight_bits import FORMS, dequantized, store_in_fp8
+from tests.eight_bits import FORMS, store_in_fp8, write_dequantized
 from tests.mixtures import make_mixture
 from tests.plain_peft import plain_losses
 from tests.tiny import make_model, make_tokenizer
@@ -67,7 +67,10 @@ def plain(runs: Matrix) -> dict[str, list[float]]:
     folder, found = runs["whole"].folder.parent, {}
     for name in (*FORMS, "mixture"):
         settings = yaml.safe_load((folder / "base.yaml").read_text())
-        settings |= {"base_model": str(dequantized(folder / name, folder / f"{name}-plain")), "output_dir": "unset"}
+        settings |= {
+            "base_model": str(write_dequantized(folder / name, folder / f"{name}-plain")),
+            "output_dir": "unset",
+        }
         if name == "mixture":
             settings["lora"]["target_modules"] = ATTENTION["lora__target_modules"].split(",")
         config = RunConfig.model_validate(settings)

@@ -207,7 +207,7 @@ def test_recomputing_frees_the_result_of_a_fused_layer():
         if recompute is None:
             y = ops.lora_linear(h, weight, None, down, lora_up, 1.0)
         else:
-            with elementwise.recomputing(h, recompute):
+            with elementwise.recompute_instead_of_saving(h, recompute):
                 y = ops.lora_linear(h, weight, None, down, lora_up, 1.0)
         del h
         assert memory.expired() == forget

@@ -45,8 +45,8 @@ def test_packed_experts(storage, dtype):
     gate_up, down = (expert_cases.draw_packed(storage, shape, generator) for shape in shapes)
     problem = replace(
         expert_cases.make(90, 3, E, H, inner, 16, dtype, bias=True),
-        gate_up=gate_up.dequantized(dtype),
-        down=down.dequantized(dtype),
+        gate_up=gate_up.dequantize(dtype),
+        down=down.dequantize(dtype),
     ).to(dtype, "cuda")
     on_card = [expert_cases.moved(matrix, "cuda") for matrix in (gate_up, down)]
     check(problem, replace(problem.frozen(), gate_up=on_card[0], down=on_card[1]))
@@ -71,7 +71,7 @@ def test_dequantising_alone(storage, rows, cols, dtype):
     matrix = expert_cases.draw_packed(storage, (3, rows, cols), torch.Generator().manual_seed(0))
     on_card, shape = expert_cases.moved(matrix, "cuda"), [3, rows, cols, matrix.block, matrix.nested_block]
     here = experts_kernels.build_dense_weight(on_card.tensors, matrix.storage, shape, dtype)
-    assert torch.equal(here.cpu(), matrix.dequantized(dtype))
+    assert torch.equal(here.cpu(), matrix.dequantize(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

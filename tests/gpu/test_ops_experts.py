@@ -183,11 +183,11 @@ def test_packed_weights_are_dequantised_to_the_bit(dtype):
         here = experts_kernels.build_dense_weight(
             [packed.cuda(), *(s.cuda() for s in state)], "nf4", [E, rows, cols, 64, 64], dtype
         )
-        assert torch.equal(here.cpu(), matrix.dequantized(dtype))
+        assert torch.equal(here.cpu(), matrix.dequantize(dtype))
     codes = torch.randint(0, 256, (E, rows, cols // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(115, 135, (E, rows, cols // 32), generator=generator, dtype=torch.uint8)
     here = experts_kernels.build_dense_weight([codes.cuda(), scales.cuda()], "mxfp4", [E, rows, cols, 0, 0], dtype)
-    assert torch.equal(here.cpu(), ExpertMatrix.mxfp4(codes, scales).dequantized(dtype))
+    assert torch.equal(here.cpu(), ExpertMatrix.mxfp4(codes, scales).dequantize(dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -203,7 +203,7 @@ def check_packed(storage: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     shapes = (4, 128, 128), (4, 128, 64)
     gate_up, down = (draw_packed(storage, shape, generator) for shape in shapes)
     packed = replace(problem.frozen(), gate_up=moved(gate_up, "cuda"), down=moved(down, "cuda"))
-    dense = replace(problem, gate_up=gate_up.dequantized(dtype).cuda(), down=down.dequantized(dtype).cuda())
+    dense = replace(problem, gate_up=gate_up.dequantize(dtype).cuda(), down=down.dequantize(dtype).cuda())
     y, grads = run(problem, packed)
     expected = results(dense, monkeypatch)
     assert torch.equal(y, expected.pop("y")) and all(torch.equal(grads[name], expected[name]) for name in expected)

@@ -130,7 +130,7 @@ def test_recomputing_saves_the_function_instead_of_the_result(kind):
 
     h = elementwise.silu_mul(gate, up)
     memory = StorageWeakRef(h.untyped_storage())
-    with elementwise.recomputing(h, recompute):
+    with elementwise.recompute_instead_of_saving(h, recompute):
         y = layer(h)
     del h
     assert memory.expired()
@@ -142,6 +142,6 @@ def test_recomputing_saves_the_function_instead_of_the_result(kind):
 
 def test_recomputing_leaves_other_tensors_alone():
     x, other = draw(3, 8), draw(3, 8, seed=1)
-    with elementwise.recomputing(x, lambda: pytest.fail("recomputed without need")):
+    with elementwise.recompute_instead_of_saving(x, lambda: pytest.fail("recomputed without need")):
         y = other.exp()
     assert torch.equal(torch.autograd.grad(y.sum(), other)[0], other.exp())

@@ -126,7 +126,7 @@ def test_nf4_as_bitsandbytes_has_it(nested: bool) -> None:
         return ExpertMatrix.nf4(torch.stack(packed), state, rows, cols, *blocks), torch.stack(dense)
 
     (gate_up, problem.gate_up), (down, problem.down) = matrix(problem.gate_up), matrix(problem.down)
-    assert torch.equal(gate_up.dequantized(torch.float32), problem.gate_up)
+    assert torch.equal(gate_up.dequantize(torch.float32), problem.gate_up)
     packed, dense = run(problem, ExpertWeights(gate_up, down)), run(problem)
     assert torch.equal(packed[0], dense[0])
     assert all(torch.equal(packed[1][name], dense[1][name]) for name in dense[1])
@@ -137,7 +137,7 @@ def test_mxfp4_as_transformers_reads_it() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(110, 140, (3, 6, 2), generator=generator, dtype=torch.uint8)
-    ours = ExpertMatrix.mxfp4(blocks, scales).dequantized(torch.bfloat16)
+    ours = ExpertMatrix.mxfp4(blocks, scales).dequantize(torch.bfloat16)
     assert torch.equal(ours.transpose(1, 2), convert(blocks, scales, dtype=torch.bfloat16))
 
 

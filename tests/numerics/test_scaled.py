@@ -111,8 +111,8 @@ def test_experts_in_8_bits_are_those_of_the_dequantised_weights(
     for rows, cols in ((2 * inner, H), (H, inner)):
         each = [drawn((rows, cols), block or (1, cols), storage) for _ in range(E)]
         codes, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
-        packed.append(ops.ExpertMatrix.eight_bit(codes, scales, block))
-        plain.append(ops.ExpertMatrix.plain(packed[-1].dequantized(torch.float32)))
+        packed.append(ops.ExpertMatrix.from_8bit(codes, scales, block))
+        plain.append(ops.ExpertMatrix.plain(packed[-1].dequantize(torch.float32)))
         of_one = reference.dequantize_blocks(*each[1], block or (1, cols), torch.float32)
         assert torch.equal(plain[-1].tensors[0][1], of_one)
     x = torch.randn(9, H, requires_grad=True)

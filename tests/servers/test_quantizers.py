@@ -51,7 +51,7 @@ def test_autorounds_files_have_its_values(tmp_path: Path, form: str) -> None:
         groups = w_OI.unflatten(-1, (-1, 32))
         # Symmetric codes go from -8 to 7 steps of the largest magnitude / 8 or / 7, others over the group's range.
         step = groups.abs().amax(-1) / 7 if form != "auto_awq" else (groups.amax(-1) - groups.amin(-1)) / 15
-        error = (layer.dequantized(torch.float32) - w_OI).abs().unflatten(-1, (-1, 32)).amax(-1)
+        error = (layer.dequantize(torch.float32) - w_OI).abs().unflatten(-1, (-1, 32)).amax(-1)
         assert (error <= 1.05 * step + 1e-6).all(), f"{name}: no more than a step, at the end of the range"
         assert (error.median() < 0.6 * step.median()) and error.max() > 0, "rounded to the nearest"
     adapted = adapt(model)

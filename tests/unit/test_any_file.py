@@ -32,7 +32,7 @@ from launcher.targets.slurm import Allocation
 from tests.any_input import assert_a_line, or_refused, tries
 from trainer.checkpoint.output_folder import check_early
 from trainer.config import RunConfig
-from trainer.config.errors import UserError, printable
+from trainer.config.errors import UserError, sanitize
 from trainer.contract.folder_lock import Lock, check_not_locked, describe_live_holder
 from trainer.contract.heartbeat import HeartbeatFolder, read_hang, read_heartbeats
 from trainer.contract.json_records import MARK, Check, read_sweep
@@ -271,7 +271,7 @@ def _asdict(lock: Lock) -> dict[str, Any]:
 
 
 def test_names_and_errors_are_printable(place: Path) -> None:
-    assert printable(f"a{ESCAPES}b\tc\nd\r\x00\x7f") == "aredb\tc\nd"
+    assert sanitize(f"a{ESCAPES}b\tc\nd\r\x00\x7f") == "aredb\tc\nd"
     assert_a_line(str(UserError(f"{ESCAPES}: {ESCAPES}")))
     assert "\x1b" not in str(UserError(ESCAPES))
     record = {"runs": [{"folder": f"run/{ESCAPES}", "digest": "", "exit_code": 1, "settings": []}]}

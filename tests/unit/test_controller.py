@@ -81,7 +81,7 @@ def test_stronger_fixed_lambda_leaves_less_adapter(measure: str, sweep: tuple[fl
     for lambda_ in sweep:
         loop = Loop(controller="fixed", lambda_start=lambda_, measure=measure)
         loop.run(1, 60)
-        loop.steering.settle()
+        loop.steering.apply_pending_measurement()
         assert loop.lambdas == [lambda_] * 60
         left.append(loop.steering.records[-1]["param_bpt"])
     # Gaps of at least a tenth: the order is the term's doing, not noise.
@@ -102,7 +102,7 @@ def test_settling_early_gives_the_same_lambdas() -> None:
     late.run(1, 6)
     for step in range(1, 7):
         early.run(step, step)
-        early.steering.settle()
+        early.steering.apply_pending_measurement()
     assert early.lambdas == late.lambdas
 
 
@@ -133,8 +133,8 @@ def test_resumed_run_continues_to_the_bit(tmp_path: Path, every: int, cut: int) 
     second.steering.load_state_dict(state, step=cut, run_dir=tmp_path)
     second.run(cut + 1, 9)
     assert [value.hex() for value in second.lambdas] == [value.hex() for value in whole.lambdas[cut:]]
-    whole.steering.settle()
-    second.steering.settle()
+    whole.steering.apply_pending_measurement()
+    second.steering.apply_pending_measurement()
     assert second.steering.records == whole.steering.records
     assert len(whole.steering.records) == 9 // every
 
@@ -146,8 +146,8 @@ def test_the_pending_measurement_is_in_the_state() -> None:
     assert state["pending"]["step"] == 3 and state["controller"]["updates"] == 2
     other = Loop()
     other.steering.load_state_dict(state | {"pending": None}, step=3)
-    other.steering.settle()
-    loop.steering.settle()
+    other.steering.apply_pending_measurement()
+    loop.steering.apply_pending_measurement()
     assert other.steering.lambda_ != loop.steering.lambda_
 
 
@@ -203,7 +203,7 @@ def test_metrics_have_tensorboards_names() -> None:
 def test_files(tmp_path: Path) -> None:
     loop = Loop(every=2)
     loop.run(1, 6)
-    loop.steering.settle()
+    loop.steering.apply_pending_measurement()
     loop.steering.write_files(tmp_path)
     config, metrics, history = (
         json.loads((tmp_path / f"scu_{name}.json").read_text()) for name in ("config", "metrics", "history")
@@ -287,7 +287,7 @@ def test_a_checkpoint_under_changed_settings(
 ) -> None:
     first = Loop(deadband=1.0, **before)
     first.run(1, 3)
-    first.steering.settle()
+    first.steering.apply_pending_measurement()
     second = steer(adapted(), **({"deadband": 1.0} | after))
     lines = second.load_state_dict(json.loads(json.dumps(first.steering.state_dict())), step=3)
     assert second.lambda_ == (first.steering.lambda_ if lambda_ is None else lambda_)

@@ -277,7 +277,7 @@ def test_the_term_is_off_until_the_target_is_passed_and_then_holds_k_down() -> N
     steered.run(1, 260)
     free.run(1, 260)
     for loop in (steered, free):
-        loop.steering.settle()
+        loop.steering.apply_pending_measurement()
     bits = [record["kl_bits"] for record in steered.steering.records]
     first = next(index for index, value in enumerate(bits) if value >= 0.005)
     assert steered.lambdas[: first + 1] == [0.0] * (first + 1) and steered.lambdas[first + 1] == 0.1
@@ -302,7 +302,7 @@ def test_resumed_run_continues_to_the_bit(tmp_path: Path) -> None:
     second.run(19, 25)
     assert [value.hex() for value in second.lambdas] == [value.hex() for value in whole.lambdas[18:]]
     for loop in (whole, second):
-        loop.steering.settle()
+        loop.steering.apply_pending_measurement()
     assert second.steering.records == whole.steering.records
 
 
@@ -312,7 +312,7 @@ def test_names_of_metrics_records_and_files(tmp_path: Path) -> None:
     metrics = loop.steering.metrics()
     names = "kl_bits kl_smoothed target lambda data_bpt error"
     assert set(metrics) == {f"scu/{name}" for name in names.split()} and metrics["scu/target"] == 0.05
-    loop.steering.settle()
+    loop.steering.apply_pending_measurement()
     record = loop.steering.records[-1]
     assert record["total_loss"] == pytest.approx(record["ce_loss"] + record["lambda"] * math.log(2) * record["kl_bits"])
     loop.steering.write_files(tmp_path)
@@ -328,7 +328,7 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
     loop.steering.penalty(3)
     loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.get_local_contribution())
     with pytest.raises(ScuError, match=r"step 3 has .* for the divergence from the base"):
-        loop.steering.settle()
+        loop.steering.apply_pending_measurement()
 
 
 def test_swinging_gains_of_kl_are_refused() -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from launcher.doctor.command import _run, _run_on_hosts, print_checks
 from launcher.doctor.this_host import (
+    check_build_locks,
     check_folders,
-    check_locks,
     check_memory,
     check_packages,
     check_port,
@@ -52,7 +52,7 @@ def test_a_busy_port_is_found() -> None:
 def test_a_stale_lock_is_found_and_one_in_use_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's FileBaton: a file that is open as long as its builder lives."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert [check.state for check in check_locks()] == ["OK"]
+    assert [check.state for check in check_build_locks()] == ["OK"]
     locks = [tmp_path / "py311_cu128" / "fused_adam" / "lock", tmp_path / "zerolora_lora_0" / "lock"]
     for lock in locks:
         lock.parent.mkdir(parents=True)
@@ -61,13 +61,13 @@ def test_a_stale_lock_is_found_and_one_in_use_is_not(tmp_path: Path, monkeypatch
     builder = subprocess.Popen([sys.executable, "-c", program, str(locks[0])], stdout=subprocess.PIPE)
     try:
         assert builder.stdout is not None and builder.stdout.readline()
-        held, stale = check_locks()
+        held, stale = check_build_locks()
         assert held.state == "OK" and f"process {builder.pid} is building" in held.found
         assert stale.state == "FAIL" and stale.fix == f"rm {locks[1]}"
     finally:
         builder.kill()
         builder.wait()
-    assert [check.state for check in check_locks()] == ["FAIL", "FAIL"]
+    assert [check.state for check in check_build_locks()] == ["FAIL", "FAIL"]
 
 
 def test_a_run_removes_locks_of_killed_builds(

@@ -152,13 +152,13 @@ def test_packed_experts_learn_as_their_dequantised_values_do(
         for path, module in packed.named_modules():
             for name, own in module.named_parameters(recurse=False):
                 if isinstance(own, PackedExperts):
-                    whole.get_submodule(path).get_parameter(name).copy_(own.dequantized())
+                    whole.get_submodule(path).get_parameter(name).copy_(own.dequantize())
                 elif isinstance(module, FrozenLinear4bit) and name == "weight":
                     values = dequantize_weight(own, module.quant_state, torch.float32)
                     whole.get_submodule(path).get_parameter(name).copy_(values)
                 elif isinstance(module, FrozenLinear8bit) and name == "weight":
                     module.exact = True
-                    whole.get_submodule(path).get_parameter(name).copy_(module.dequantized(torch.float32))
+                    whole.get_submodule(path).get_parameter(name).copy_(module.dequantize(torch.float32))
     tensors = sum(isinstance(each, PackedExperts) for each in packed.parameters())
     assert tensors == (2 if model_type == "qwen3_moe" else 4)
     ours = apply_adapter(packed, LoraSection(**LORA), torch.float32)

@@ -243,7 +243,7 @@ def test_weights_that_a_pipeline_lacks_are_named(copied: Path) -> None:
             elif part == "vae":
                 load_vae(pipeline, torch.device("cpu"))
             else:
-                pipeline.load_encoder(None)
+                pipeline.load_encoder_pipeline(None)
 
 
 def test_settings_of_a_scheduler_that_mean_nothing_are_one_line(copied: Path) -> None:

@@ -17,7 +17,7 @@ from tests.unit.test_layer_plan import ARCHITECTURES
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
+from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards
 from trainer.patches.fused_lora import fuse
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_other_architectures_have_the_gradients_of_the_whole_model(tmp_path: Pat
 def test_a_unit_is_gathered_once_a_way_and_one_ahead(folder: Path) -> None:
     """The head stays for the backward pass that follows, and the last layer with it; the embedding for the next."""
     model = adapted(folder, cut=True)
-    shards = find_layer_shards(model)
+    shards = get_layer_shards(model)
     assert shards is not None
     assert [unit.name for unit in shards.units] == UNITS
     assert not any(unit.is_gathered for unit in shards.units)
@@ -137,7 +137,7 @@ def test_a_unit_is_gathered_once_a_way_and_one_ahead(folder: Path) -> None:
 
 def test_without_gradients_the_next_pass_is_ahead(folder: Path) -> None:
     model = adapted(folder, cut=True)
-    shards = find_layer_shards(model)
+    shards = get_layer_shards(model)
     assert shards is not None
     with torch.no_grad():
         names = gathers(shards, lambda: model(input_ids=IDS, use_cache=False))

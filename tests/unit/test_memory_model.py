@@ -73,7 +73,7 @@ def work(**changes: Any) -> MicroStep:
         "on_gpu": False,
         "packed": False,
         "packed_experts": False,
-        "eight_bit": False,
+        "is_8bit": False,
         "scan_by_kernel": False,
     }
     kernels |= {name: changes.pop(name) for name in kernels.keys() & changes.keys()}

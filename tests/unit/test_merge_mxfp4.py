@@ -16,7 +16,7 @@ from trainer.commands.merged_model import merge
 from trainer.config import ModelSection
 from trainer.model import mxfp4
 from trainer.model.base import check_weights, load_base_model, load_model_config
-from trainer.model.stored_layout import stored_layout
+from trainer.model.stored_layout import map_stored_tensors
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -68,9 +68,9 @@ def test_what_an_adapter_added_to_experts_is_rounded_and_the_loss_is_said(
         weight = model.get_parameter(DOWN)
         weight.data += 0.05 * weight.data.std() * torch.randn_like(weight)
         wanted.append(weight.data.clone())
-        return stored_layout(model, *rest)  # type: ignore[arg-type]
+        return map_stored_tensors(model, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("trainer.commands.merged_model.stored_layout", changed)
+    monkeypatch.setattr("trainer.commands.merged_model.map_stored_tensors", changed)
     output = merge(find_run(run_dir), tmp_path / "merged")
     stored = load_file(output / "model.safetensors")
     written = mxfp4.dequantize(stored[f"{DOWN}_blocks"], stored[f"{DOWN}_scales"], torch.float32)

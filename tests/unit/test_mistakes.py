@@ -9,7 +9,7 @@ import yaml
 from trainer.config import UserError, load_config
 from trainer.config.errors import Mistake, UserErrors
 from trainer.config.messages import list_setting_names
-from trainer.config.scu_flags import build_settings, load_flag_config, parse
+from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags
 
 GOOD: dict[str, Any] = {"base_model": "some/model", "output_dir": "runs/x", "dataset.path": "data.jsonl"}
 # Combinations that cannot work: their settings, and the beginning of the line.
@@ -107,7 +107,7 @@ def test_a_misspelled_name_is_not_also_reported_as_missing(tmp_path: Path) -> No
 
 
 def test_a_flag_of_the_guide_is_named_only_for_its_own_setting(tmp_path: Path) -> None:
-    options = parse(["--lora-r", "0", "--data", "d.jsonl", "lora.rank_pattern={q_proj: 0}"])
+    options = parse_flags(["--lora-r", "0", "--data", "d.jsonl", "lora.rank_pattern={q_proj: 0}"])
     path = tmp_path / "scu.yaml"
     path.write_text(yaml.safe_dump(build_settings(options, "d.jsonl", None)))
     with pytest.raises(UserErrors) as caught:

@@ -33,7 +33,7 @@ from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.evaluation_section import check_task_names
-from trainer.config.scu_flags import build_settings, load_flag_config, parse
+from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags
 from trainer.config.yaml_core import dump
 from trainer.config.zero import FIXED, KNOWN, SETTINGS, UNSUPPORTED
 from trainer.data.prompt_files import read_prompts
@@ -324,7 +324,7 @@ def test_numbers_of_compare_are_named(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_flag_of_the_guide_has_one_mistake(tmp_path: Path) -> None:
-    options = parse(["--lora-r", "-1", "--output-dir", str(tmp_path / "run")])
+    options = parse_flags(["--lora-r", "-1", "--output-dir", str(tmp_path / "run")])
     (tmp_path / "flags.yaml").write_text(dump(build_settings(options, "train.txt", None)))
     with pytest.raises(UserError) as caught:
         load_flag_config(tmp_path / "flags.yaml", options)

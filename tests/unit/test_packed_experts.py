@@ -14,7 +14,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import PackedExperts, build_experts_layout
-from trainer.model.streamed_weights import load_streamed
+from trainer.model.streamed_weights import load_model_by_module
 from trainer.parallel.engine.linear_layers import find_expert_weights
 from trainer.patches.mamba import describe_unadapted_weights
 
@@ -32,7 +32,7 @@ def streamed(folder: Path, quantization: QuantizationSection | None = None, **ho
     config = load_model_config(str(folder), ModelSection())
     config.use_cache = False
     settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "eager", "deepspeed_config": None}
-    return load_streamed(str(folder), ModelSection(), config, quantization=quantization, **(settings | how))
+    return load_model_by_module(str(folder), ModelSection(), config, quantization=quantization, **(settings | how))
 
 
 def whole(folder: Path) -> Any:
@@ -116,9 +116,9 @@ def test_an_expert_is_packed_as_bitsandbytes_packs_its_matrix(
         if row.numel() % block_size == 0:
             assert torch.equal(packed.dequantize_expert(index).view(1, -1), dequantize_4bit(quantised, state))
         assert float((packed.dequantize_expert(index) - matrix).norm() / matrix.norm()) < 0.13
-        assert torch.equal(packed.dequantized()[index], packed.dequantize_expert(index))
+        assert torch.equal(packed.dequantize()[index], packed.dequantize_expert(index))
     again = copy.deepcopy(packed)
-    assert torch.equal(again.dequantized(), packed.dequantized())
+    assert torch.equal(again.dequantize(), packed.dequantize())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "granitemoe"])

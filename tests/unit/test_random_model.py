@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.model.base import build_empty_model, context_length, load_base_model, load_model_config, load_tokenizer
+from trainer.model.base import build_empty_model, get_context_length, load_base_model, load_model_config, load_tokenizer
 from trainer.model.published_shapes import find_shape, load_shapes
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_a_shape_has_the_parameters_of_the_published_model(shape: str) -> None:
         assert 1.4e9 < count < 1.5e9
         mamba = [name for name, _ in model.named_modules() if name.endswith(".mamba")]
         assert len(mamba) == 36
-    length = context_length(config)
+    length = get_context_length(config)
     assert length is not None and length >= 2048
 
 

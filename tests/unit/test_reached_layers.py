@@ -11,7 +11,7 @@ from tests.families import FAMILIES, save_family, tiny_config, tiny_family
 from tests.runs_in_process import make_ground, train
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, UserError, ZeroSection
 from trainer.model.adapter import apply_adapter, summarize_adapted_layers
-from trainer.model.base import build_empty_model, context_length, load_base_model
+from trainer.model.base import build_empty_model, get_context_length, load_base_model
 from trainer.model.expert_targets import find_expert_targets
 from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
@@ -141,7 +141,7 @@ def test_rwkv_is_not_rescaled_to_evaluate(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_limit_has_no_longest_sequence() -> None:
-    assert context_length(tiny_config("xlnet")) is None and context_length(tiny_config("llama")) == 256
+    assert get_context_length(tiny_config("xlnet")) is None and get_context_length(tiny_config("llama")) == 256
 
 
 def test_experts_that_text_never_reaches_get_no_adapter() -> None:

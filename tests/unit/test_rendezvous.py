@@ -91,8 +91,8 @@ def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -
         first.listen()
         taken = first.getsockname()[1]
         tried = iter([taken, taken, find_free_port()])
-        monkeypatch.setattr(rendezvous, "random_port", lambda: next(tried))
+        monkeypatch.setattr(rendezvous, "draw_port", lambda: next(tried))
         assert find_free_port() != taken
-        monkeypatch.setattr(rendezvous, "random_port", lambda: taken)
+        monkeypatch.setattr(rendezvous, "draw_port", lambda: taken)
         with pytest.raises(UserError, match="--master-port PORT, or set MASTER_PORT"):
             find_free_port()

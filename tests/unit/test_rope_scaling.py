@@ -14,7 +14,7 @@ from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load
 from trainer.commands.merged_model import merge
 from trainer.commands.serve import Server, build_command
 from trainer.config import ModelSection, UserError
-from trainer.model.base import context_length, load_model_config
+from trainer.model.base import get_context_length, load_model_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -49,7 +49,7 @@ def test_a_length_that_is_given_replaces_the_models(tmp_path: Path) -> None:
     section = ModelSection.model_validate(
         {"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 128}}
     )
-    assert context_length(load_model_config(str(make_model(tmp_path / "model")), section)) == 256
+    assert get_context_length(load_model_config(str(make_model(tmp_path / "model")), section)) == 256
 
 
 def test_models_without_one_rotary_embedding_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ LOG = scu_flags.LOG_FILE.name
 
 
 def config_of(folder: Path, *flags: str) -> RunConfig:
-    options = scu_flags.parse(flags)
+    options = scu_flags.parse_flags(flags)
     path = folder / "c.yaml"
     path.write_text(yaml.safe_dump(scu_flags.build_settings(options, options.data or "text.jsonl", None)))
     return load_config(path, options.overrides).config
@@ -197,7 +197,7 @@ def test_a_bad_flag_is_one_line_and_2(tmp_path: Path, flags: list[str], complain
 
 def test_an_unknown_flag_raises() -> None:
     with pytest.raises(SystemExit, match="2"):
-        scu_flags.parse(["--nothing"])
+        scu_flags.parse_flags(["--nothing"])
 
 
 def executable(path: Path, script: str) -> None:

@@ -9,7 +9,7 @@ from tests.tiny import make_model, write_chats
 from trainer.commands.doctor.ranks import check_shard_groups
 from trainer.commands.estimate import build_planner, main
 from trainer.config import UserError, load_config
-from trainer.parallel.ranks.group import Within, list_groups
+from trainer.parallel.ranks.group import Within, list_shard_groups
 
 HOSTS = ["a", "b", "a", "b", "a", "c"]
 
@@ -26,12 +26,12 @@ HOSTS = ["a", "b", "a", "b", "a", "c"]
     ],
 )
 def test_groups_follow_the_hosts(within: Within, groups: list[list[int]]) -> None:
-    assert list_groups(within, HOSTS) == groups
+    assert list_shard_groups(within, HOSTS) == groups
 
 
 def test_groups_of_unequal_size_are_refused() -> None:
     with pytest.raises(UserError, match=r"zero.shard_within=4: 6 ranks cannot .* use host, all or a divisor"):
-        list_groups(4, HOSTS)
+        list_shard_groups(4, HOSTS)
 
 
 @pytest.mark.parametrize(

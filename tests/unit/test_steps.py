@@ -11,12 +11,12 @@ from trainer.data.batches import Batches
 from trainer.data.samples import Samples
 from trainer.data.step_count import (
     compute_steps_per_epoch,
+    compute_warmup_steps,
     count_steps,
     describe_steps,
     list_step_warnings,
     resolve_eval_and_save_steps,
     resolve_global_batch,
-    warmup_steps,
 )
 from trainer.parallel.engine.optimizer import build_schedule
 
@@ -187,7 +187,7 @@ def test_a_warm_up_longer_than_the_run_is_refused_for_epochs_too() -> None:
 @pytest.mark.parametrize(("ratio", "total", "warmup"), [(0.03, 1, 0), (0.9, 1, 0), (0.99, 5, 4), (0.1, 5, 1)])
 def test_the_last_step_is_never_part_of_the_warm_up(ratio: float, total: int, warmup: int) -> None:
     training = config_of(max_steps=total, warmup_ratio=ratio).training
-    assert warmup_steps(training, total) == warmup
+    assert compute_warmup_steps(training, total) == warmup
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
     schedule = build_schedule(optimizer, training, total)
     for _ in range(warmup):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.four_bits import FORMS, announced, dequantized, store_in_four_bits
+from tests.four_bits import FORMS, announced, store_in_four_bits, write_dequantized
 from tests.mixtures import make_mixture
 from tests.tiny import make_model, make_tokenizer
 from tests.unit.test_after_run import make_run
@@ -65,7 +65,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four")
     for form in FORMS:
         store_in_four_bits(make_model(folder / form), form)
-        dequantized(folder / form, folder / f"{form}-plain", form)
+        write_dequantized(folder / form, folder / f"{form}-plain", form)
     return folder
 
 
@@ -78,8 +78,8 @@ def test_values_are_those_of_the_formats_own_readers_and_stay_in_4_bits(root: Pa
     for name, layer in layers.items():
         weight: Any = layer.weight
         wanted = plain.get_parameter(f"{name}.weight")
-        assert torch.equal(layer.dequantized(torch.float32), wanted), name
-        assert torch.equal(layer.dequantized(torch.bfloat16), wanted.bfloat16()), name
+        assert torch.equal(layer.dequantize(torch.float32), wanted), name
+        assert torch.equal(layer.dequantize(torch.bfloat16), wanted.bfloat16()), name
         gathered = sum(slot.nbytes for slot, _ in find_slots(weight))
         sections = weight.sections()
         assert sections["codes"].nbytes == wanted.numel() // 2
@@ -111,13 +111,13 @@ def test_gradients_are_those_of_peft_on_the_dequantised_weights(root: Path, form
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_experts_stay_in_4_bits_and_are_adapted(family: str, form: str, tmp_path: Path) -> None:
     folder = store_in_four_bits(make_mixture(tmp_path / "model", family), form)
-    plain = dequantized(folder, tmp_path / "plain", form)
+    plain = write_dequantized(folder, tmp_path / "plain", form)
     model = load(folder)
     experts = {name: each for name, each in model.named_parameters() if "experts" in name}
     assert len(experts) == 4 and all(isinstance(each, PackedExperts) for each in experts.values())
     for name, each in experts.items():
         wanted = load(plain).get_parameter(name)
-        assert torch.equal(each.dequantized(), wanted)
+        assert torch.equal(each.dequantize(), wanted)
         assert torch.equal(torch.stack([each.dequantize_expert(index) for index in range(4)]), wanted)
     for theirs, ours in zip(logits_and_gradients(adapt(load(plain))), logits_and_gradients(adapt(model)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -330,7 +330,7 @@ def test_columns_in_another_order_than_config_json_says_are_found(tmp_path: Path
 def test_merged_into_16_bits_or_the_same_format(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = make_model(tmp_path / "model")
     run_dir = make_run(tmp_path, base=base, lora={"target_modules": ["q_proj", "o_proj"]})
-    plain = dequantized(store_in_four_bits(base, form), tmp_path / "plain", form)
+    plain = write_dequantized(store_in_four_bits(base, form), tmp_path / "plain", form)
     run = find_run(run_dir, allow_mismatch=True)
     wide = merge(run, tmp_path / "wide", dtype="fp32")
     assert "quantization_config" not in (wide / "config.json").read_text()
@@ -372,7 +372,7 @@ def test_requantised_weights_read_back_as_the_nearest_values(root: Path, form: s
     stored = load_file(root / form / "model.safetensors") | {key: each.contiguous() for key, each in parts.items()}
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((root / form / "config.json").read_text())
-    plain = dequantized(tmp_path, tmp_path / "plain", form)
+    plain = write_dequantized(tmp_path, tmp_path / "plain", form)
     assert torch.equal(load_file(plain / "model.safetensors")[name], written)
     if not layout.ordered:
         # Each of the 16 codes at every place, by the format's own reader: none is nearer.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.eight_bits import BLOCK, FORMS, dequantized, store_in_fp8
+from tests.eight_bits import BLOCK, FORMS, store_in_fp8, write_dequantized
 from tests.mixtures import make_mixture
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8")
     for form in FORMS:
         store_in_fp8(make_model(folder / form, intermediate_size=80), form, leave_out=LEFT_OUT)
-        dequantized(folder / form, folder / f"{form}-plain")
+        write_dequantized(folder / form, folder / f"{form}-plain")
     return folder
 
 
@@ -129,7 +129,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_experts_stay_in_fp8_and_are_adapted(kind: str, tmp_path: Path) -> None:
     family, form, changes = MIXTURES[kind]
     folder = store_in_fp8(make_mixture(tmp_path / "model", family, **changes), form)
-    plain = dequantized(folder, tmp_path / "plain")
+    plain = write_dequantized(folder, tmp_path / "plain")
     results = []
     for each in (folder, plain):
         model = load(each)
@@ -169,7 +169,7 @@ def test_experts_are_quantised_by_rows_while_they_are_read(
         scales = each.sections()["scales"]
         top = 448.0 if kind == "fp8" else 127.0
         torch.testing.assert_close(scales[..., 0] * top, rows.abs().amax(-1))
-        assert 0 < float((each.dequantized() - wanted).norm() / wanted.norm()) < allowed
+        assert 0 < float((each.dequantize() - wanted).norm() / wanted.norm()) < allowed
     with torch.no_grad():
         assert model(input_ids=IDS).logits.isfinite().all()
 
@@ -349,7 +349,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, tmp_path: Path) 
 def test_merged_into_the_16_bit_model_or_the_dequantised_weights(tmp_path: Path) -> None:
     base = make_model(tmp_path / "model")
     run_dir = make_run(tmp_path, base=base)
-    plain = dequantized(store_in_fp8(base, "channel"), tmp_path / "plain")
+    plain = write_dequantized(store_in_fp8(base, "channel"), tmp_path / "plain")
     run = find_run(run_dir, allow_mismatch=True)
     with pytest.raises(UserError, match=r"is stored in FP8, .* with --base-model.*, or merge into"):
         merge(run, tmp_path / "refused")

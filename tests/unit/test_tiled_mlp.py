@@ -143,7 +143,7 @@ def test_tiles_of_a_quantized_base(kind: str) -> None:
     section = QuantizationSection.model_validate({"quant_type": kind, "double_quant": False})
     for block in model.get_base_model().model.layers:
         for layer in (block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj):
-            if section.eight_bit:
+            if section.is_8bit:
                 layer.base_layer = FrozenLinear8bit.from_linear(layer.base_layer, kind, torch.float32)
             else:
                 layer.base_layer = quantize_linear(layer.base_layer, section, torch.float32)

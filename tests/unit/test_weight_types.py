@@ -18,7 +18,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, Train
 from trainer.model import streamed_weights
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.model.model_kind import auto_class
+from trainer.model.model_kind import get_auto_class
 from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, start_engine
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def types_of(model: Any) -> Types:
 def reference(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig
 
-    return auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype)
+    return get_auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype)
 
 
 def check_paths(folder: Path, dtype: torch.dtype) -> None:

@@ -52,7 +52,7 @@ def find_adapter_damage(folder: Path) -> str | None:
     return None
 
 
-def find_untrainable_tensor(folder: Path) -> str | None:
+def describe_untrainable_tensor(folder: Path) -> str | None:
     """Return why a tensor of a saved adapter cannot be trained, prefixed with its name; None if all can be trained."""
     for name, tensor in load_file(folder / WEIGHTS).items():
         if not tensor.is_floating_point():

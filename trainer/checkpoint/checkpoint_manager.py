@@ -2,8 +2,8 @@
 
 State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
 `copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts writing
-once the step's loss is known. `settle`, called before the next copy and at the end, waits for the writers and exchanges
-the outcome between ranks.
+once the step's loss is known. `finish_save`, called before the next copy and at the end, waits for the writers and
+exchanges the outcome between ranks.
 """
 
 import math
@@ -119,7 +119,7 @@ class CheckpointManager:
     def copy(self, engine: Engine) -> None:
         """Queue copies of engine state and weights to host memory, after the current step; a collective call."""
         with suppress(SaveError):  # the failure was reported; continue with this save
-            self.settle()
+            self.finish_save()
         state = RankState.capture(engine, self._ranks, self.copies)
         with phase("gather"), use_averaged_weights(engine):
             only_trained = self._config.adapter != "none"
@@ -199,7 +199,7 @@ class CheckpointManager:
             raise SaveError(f"{self._upload_problem}; the result is in {self._run_dir}")
 
     @phase("save")
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait for the current save; a collective call. Warns and raises SaveError on all ranks if any rank failed."""
         save, self._current = self._current, None
         if save is None:

@@ -159,7 +159,7 @@ def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, c
     return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
-def default_device() -> torch.device:
+def choose_default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -18,11 +18,11 @@ from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_b
 from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_state
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
-from trainer.config.errors import UserErrors, shown
+from trainer.config.errors import UserErrors, to_text
 from trainer.config.files import check_type, read_json
 from trainer.config.yaml_core import read_yaml
 from trainer.data.prepared import Prepared, count_samples
-from trainer.data.step_count import global_batch, resolve_global_batch
+from trainer.data.step_count import compute_global_batch, resolve_global_batch
 from trainer.model.base import load_model_config
 from trainer.model.model_source import find_cached_file
 
@@ -78,7 +78,7 @@ def build_identity(
         base_model=config.base_model,
         base=fingerprint_base(config.base_model, config.model),
         data={} if prepared is None else dict(prepared.data.origin),
-        global_batch=None if open_batch else global_batch(training, data_ranks),
+        global_batch=None if open_batch else compute_global_batch(training, data_ranks),
         ranks=world_size,
     )
 
@@ -100,8 +100,8 @@ def find_differences(recorded: Identity, current: Identity, name: str) -> list[D
             continue
         fixed = setting in FIXED or (setting == "adapter" and "none" in (old, new))
         group = GROUPS.get(setting) or GROUPS.get(setting.partition(".")[0])
-        problem = f"{setting}={shown(new)}: {name} was trained with {shown(old)}"
-        differences.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
+        problem = f"{setting}={to_text(new)}: {name} was trained with {to_text(old)}"
+        differences.append(Difference(problem, f"{setting} {to_text(old)} -> {to_text(new)}", group, fixed))
     same = is_same_base(recorded.base, current.base)
     if not same:
         part = find_changed_part(recorded.base, current.base)

@@ -20,7 +20,7 @@ from trainer.config import CommandParser, DatasetSection, UserError, reports_err
 from trainer.data.image_parts import IMAGE
 from trainer.data.vision import PromptImages
 from trainer.model.answers import encode_prompt
-from trainer.model.base import context_length
+from trainer.model.base import get_context_length
 
 HELP = """/new    start over
 /help   this list; Ctrl-D ends the chat"""
@@ -52,7 +52,7 @@ class Conversation:
 
     def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> tuple[torch.Tensor, PromptImages | None]:
         """Return the token ids [1, T] of the latest turns that leave room for an answer, and their images."""
-        longest = context_length(self.model.config) or sys.maxsize
+        longest = get_context_length(self.model.config) or sys.maxsize
         room = min(self.sampling.max_new_tokens, longest // 4)  # a longer answer may be truncated
         recent = turns if self.prompt_form is None else turns[-1:]
         while True:

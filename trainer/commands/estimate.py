@@ -28,7 +28,7 @@ from trainer.memory.decisions import Machine
 from trainer.memory.planner import Choice, Planner, combine_adapters, format_gib
 from trainer.memory.preflight import describe_recomputation
 from trainer.memory.step_time import REFERENCE_CARD
-from trainer.model.base import context_length
+from trainer.model.base import get_context_length
 from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.setup.kinds import find_model_kind
 
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     if host is not None:
         ranks = planner.machine.hosts.count(planner.machine.hosts[0])
         planner = replace(planner, machine=replace(planner.machine, host_room=host // ranks))
-    context = context_length(planner.shapes.model.config) if planner.has_sequences else None
+    context = get_context_length(planner.shapes.model.config) if planner.has_sequences else None
     config = config.fit_max_length(context)
     if config.runs:
         notes.append(f"{len(config.runs)} adapters: estimated as one, with the sum of their ranks and the rows of all")

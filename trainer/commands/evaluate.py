@@ -26,7 +26,7 @@ from trainer.checkpoint.finished_run import (
     BASE_MODEL_HELP,
     FinishedRun,
     add_run_arguments,
-    default_device,
+    choose_default_device,
     find_run,
     load_saved_tokenizer,
     load_trained_model,
@@ -35,7 +35,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.checkpoint.identity import check_held_out
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
 from trainer.config.command_line import parse_positive_int
-from trainer.config.errors import format_count, shown
+from trainer.config.errors import format_count, to_text
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
 from trainer.data.batches import MicroBatch, PairBatch, collate
@@ -43,7 +43,7 @@ from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples, split_documents
 from trainer.data.source_files import build_source
 from trainer.data.vision import ImageInputs, ImageReader
-from trainer.model.base import context_length, load_model_config
+from trainer.model.base import get_context_length, load_model_config
 from trainer.model.image_reader import build_image_inputs, load_image_reader
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.group import Ranks
@@ -179,7 +179,7 @@ def load_held_out_samples(
         section = section.model_copy(update=reset | fields)
     try:
         model_config = load_model_config(run.config.base_model, run.config.model)
-        files = Prepared(tokenizer, model_config, None, longest=context_length(model_config), images=images)
+        files = Prepared(tokenizer, model_config, None, longest=get_context_length(model_config), images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
         has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
         find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)
@@ -188,7 +188,8 @@ def load_held_out_samples(
             raise
         problem = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
         names_source = problem.startswith(("--", f"{run.folder}: "))
-        raise UserError(problem if names_source else f"--data={shown(data)}, read as in training: {problem}") from None
+        problem = problem if names_source else f"--data={to_text(data)}, read as in training: {problem}"
+        raise UserError(problem) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
     samples = prepared.evaluation if source is None else prepared.train
@@ -271,7 +272,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_task_options(arguments: argparse.Namespace) -> None:
     if arguments.tasks is not None and not arguments.tasks.replace(",", "").strip():
-        raise UserError(f"--tasks={shown(arguments.tasks)}: empty; pass a task, such as --tasks gsm8k")
+        raise UserError(f"--tasks={to_text(arguments.tasks)}: empty; pass a task, such as --tasks gsm8k")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise UserError(f"--num-fewshot={arguments.num_fewshot}: must be 0 or more")
     for name in ("num_fewshot", "limit", "apply_chat_template"):
@@ -288,7 +289,7 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
         scorer = TaskScores(EvaluationSection(**settings), tokenizer, batch_size, Ranks(0, 1, 0))
     except UserError as error:
         raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
-    device = default_device()
+    device = choose_default_device()
     model = load_trained_model(run, tokenizer, device)
     adapter = scorer.measure(model, device, errors=True)
     with model.disable_adapter():
@@ -330,7 +331,7 @@ def _measure_held_out(
     config = run.config
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer)
     samples, has_pairs = load_held_out_samples(run, tokenizer, arguments.data, arguments.split, images)
-    device = default_device()
+    device = choose_default_device()
     model = load_trained_model(run, tokenizer, device)
     options: dict[str, Any] = {"batch_size": batch_size, "resamples": arguments.samples}
     if has_pairs:

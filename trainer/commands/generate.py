@@ -25,7 +25,7 @@ from trainer.checkpoint.finished_run import (
     BASE_MODEL_HELP,
     FinishedRun,
     add_run_arguments,
-    default_device,
+    choose_default_device,
     find_prompt_format,
     find_run,
     load_saved_tokenizer,
@@ -34,13 +34,13 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.command_line import parse_positive_int
-from trainer.config.errors import printable, shown
+from trainer.config.errors import sanitize, to_text
 from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import Turns
 from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, encode_prompt, generate_texts
-from trainer.model.base import context_length
+from trainer.model.base import get_context_length
 from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import to_device
@@ -54,7 +54,7 @@ class AnswerStreamer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        super().on_finalized_text(printable(text), stream_end)
+        super().on_finalized_text(sanitize(text), stream_end)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def generate_answers(
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     """Load the trained model. Unless the base model is needed too (`both`), merge the adapter or fuse it."""
-    model = load_trained_model(run, tokenizer, default_device())
+    model = load_trained_model(run, tokenizer, choose_default_device())
     if both:
         return model
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -134,7 +134,7 @@ def encode_prompts(
             if isinstance(prompts, list) and len(prompts) == 1:
                 raise
             failed.append(format_prompt(prompt))
-            print(f"error: {shown(format_prompt(prompt))!r}: {error}", file=sys.stderr, flush=True)
+            print(f"error: {to_text(format_prompt(prompt))!r}: {error}", file=sys.stderr, flush=True)
 
 
 def load_for_prompts(
@@ -164,13 +164,13 @@ def show(answers: dict[str, str], console: Console) -> None:
     if len(answers) == 1:
         answer = next(iter(answers.values()))
         # Bypass rich, which would wrap lines and interpret [brackets] as markup.
-        console.file.write((printable(answer) if console.is_terminal else answer) + "\n")
+        console.file.write((sanitize(answer) if console.is_terminal else answer) + "\n")
         console.file.flush()
         return
     table = Table(expand=True)
     for name in answers:
         table.add_column(name, ratio=1, overflow="fold")
-    table.add_row(*(Text(printable(text)) for text in answers.values()))
+    table.add_row(*(Text(sanitize(text)) for text in answers.values()))
     console.print(table)
 
 
@@ -205,7 +205,8 @@ def replace_invalid(prompt: Prompt) -> Prompt:
         return [turn | {"content": replace_invalid(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
     if text != prompt:
-        print(f"note: {shown(text)!r} is not valid Unicode; invalid parts are replaced with \ufffd", file=sys.stderr)
+        note = f"note: {to_text(text)!r} is not valid Unicode; invalid parts are replaced with \ufffd"
+        print(note, file=sys.stderr)
     return text
 
 
@@ -267,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
             prompt = [{"role": "user", "content": IMAGE * len(arguments.image) + str(prompt)}]
         return encode_prompt(tokenizer, section, prompt, text, images)
 
-    rows = encode_prompts(prompts, encode, context_length(model.config), failed)
+    rows = encode_prompts(prompts, encode, get_context_length(model.config), failed)
     console = Console()
     # Stream to a terminal; write complete answers to a pipe.
     is_streaming = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
@@ -276,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
     answer = partial(generate_answers, model, tokenizer, sampling=arguments.sampling, streamer=streamer, images=images)
     while batch := list(islice(rows, arguments.batch_size)):
         if len(listed) > 1 and is_streaming:
-            console.print(Text(f"> {printable(format_prompt(batch[0][0]))}", style="bold"), soft_wrap=True)
+            console.print(Text(f"> {sanitize(format_prompt(batch[0][0]))}", style="bold"), soft_wrap=True)
         try:
             tokens = [row for _, row in batch]
             answers = {name: answer(tokens, with_adapter=with_adapter) for name, with_adapter in names.items()}
@@ -286,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         for index, (prompt, _) in enumerate(batch):
             if len(listed) > 1:
-                console.print(Text(f"> {printable(format_prompt(prompt))}", style="bold"), soft_wrap=True)
+                console.print(Text(f"> {sanitize(format_prompt(prompt))}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
         were = "prompt was" if len(failed) == 1 else "prompts were"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.finished_run import (
     FinishedRun,
     attach_adapter,
-    default_device,
+    choose_default_device,
     load_full_base,
     load_saved_tokenizer,
 )
@@ -32,7 +32,7 @@ from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights, scale_adapter
 from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat, parse_four_bit_format
 from trainer.model.stored_fp8 import Fp8Format
-from trainer.model.stored_layout import BLOCKS, SCALES, stored_layout
+from trainer.model.stored_layout import BLOCKS, SCALES, map_stored_tensors
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.tokenizer_files import tokenizer_files, write_files
@@ -77,7 +77,7 @@ def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMe
         print(f"note: the run was {how} (training.qat); quantizing after training loses more accuracy", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
-    return IntegerMerge(kind, _choose_dtype(run, dtype), default_device())
+    return IntegerMerge(kind, _choose_dtype(run, dtype), choose_default_device())
 
 
 def build_merged(
@@ -201,7 +201,7 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
     files = SafetensorsFiles(config.base_model, config.model)
     values: dict[str, Tensor] = dict(model.state_dict())
     size = changed = lost = 0.0
-    for name, stored in stored_layout(model, files, config.base_model).items():
+    for name, stored in map_stored_tensors(model, files, config.base_model).items():
         if not stored.is_mxfp4:
             continue
         merged = values.pop(name)
@@ -219,7 +219,7 @@ def requantize_mxfp4(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
                 parts[part].append(value)
         values |= {name + part: torch.stack(tensors) for part, tensors in parts.items()}
     model.config.quantization_config = stored_config.quantization_config
-    print(_describe_error("experts", "MXFP4", changed, lost, size), file=sys.stderr)
+    print(_describe_requantization_error("experts", "MXFP4", changed, lost, size), file=sys.stderr)
     return values
 
 
@@ -242,11 +242,11 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
             changed += float((merged.float() - base).square().sum())
             lost += float((written - merged.float()).square().sum())
     model.config.quantization_config = stored_config.quantization_config
-    print(_describe_error("linear layers", form.name, changed, lost, size), file=sys.stderr)
+    print(_describe_requantization_error("linear layers", form.name, changed, lost, size), file=sys.stderr)
     return values
 
 
-def _describe_error(weights: str, form: str, changed: float, lost: float, size: float) -> str:
+def _describe_requantization_error(weights: str, form: str, changed: float, lost: float, size: float) -> str:
     if not changed:
         return f"{weights}: unchanged, in {form}"
     return (

@@ -20,7 +20,7 @@ from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, add_run_argume
 from trainer.commands.adapter_kinds import get_adapter_class
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.contract.output_files import check_output_file
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import CARD, get_public_name, is_on_hub, is_user_written_card
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         validate_repo_id(repo)
     except HFValidationError:
         raise UserError(
-            f"{shown(repo)}: not a valid name; use owner/name with letters, digits, - _ and ., at most 96 characters"
+            f"{to_text(repo)}: not a valid name; use owner/name with letters, digits, - _ and ., at most 96 characters"
         ) from None
     run = find_run(arguments.run, arguments.base_model, needs_base=False, allow_mismatch=arguments.allow_mismatch)
     check_output_file(run.folder / CARD, str(run.folder / CARD))

@@ -57,7 +57,7 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     if (stored := find_stored_format(model.config)) is not None:
         base = f"a base stored in {stored.name}"
     elif config.adapter == "qlora":
-        base = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
+        base = "an 8-bit base" if config.quantization.is_8bit else "a 4-bit base"
     else:
         base = "an unquantized base"
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"

@@ -42,7 +42,7 @@ from trainer.model.adapter import (
     build_capacity_warning,
     summarize_adapted_layers,
 )
-from trainer.model.base import build_empty_model, context_length, load_model_config
+from trainer.model.base import build_empty_model, get_context_length, load_model_config
 from trainer.model.expert_layers import count_experts_per_token, expert_width, find_expert_modules
 from trainer.setup.preflight import prepare
 
@@ -93,7 +93,7 @@ class Profile:
 
 def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     """Return settings with reasons, and warnings. Raises UserError for a model or data that cannot be used."""
-    context = context_length(load_model_config(request.model, ModelSection()))
+    context = get_context_length(load_model_config(request.model, ModelSection()))
     settings: Settings = {
         "base_model": (request.model, ""),
         "output_dir": (request.output_dir, "adapter, checkpoints and report"),

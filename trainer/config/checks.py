@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import ALIASES, read_table
-from trainer.config.errors import MISSING_DATA, Mistake, UserError, join_choices, shown
+from trainer.config.errors import MISSING_DATA, Mistake, UserError, join_choices, to_text
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
 from trainer.config.needs import build_unused_mistake, find_unused_settings
 from trainer.config.sections import TRACKERS, RunConfig
@@ -96,7 +96,7 @@ def _find_unequal_layouts(config: RunConfig) -> Iterator[Mistake]:
     for index, run in enumerate(config.runs):
         for name in ("dataset.packing", "training.gradient_accumulation_steps"):
             if (value := _read_value(run, name)) != (first := _read_value(config.runs[0], name)):
-                fix = f"use {shown(first)}, as in adapter {config.adapters[0].get('name')}, or train them separately"
+                fix = f"use {to_text(first)}, as in adapter {config.adapters[0].get('name')}, or train them separately"
                 yield Mistake(f"adapters.{index}.{name}", value, "must be the same for all adapters of a run", fix)
 
 
@@ -116,7 +116,7 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
         broken = [name for name, values in rule.get("never", {}).items() if _matches(config, name, values)]
         broken += [name for name, values in only.items() if not _matches(config, name, values)]
         for name in [*broken, *([rule["report"]] if "report" in rule else [])]:
-            allowed = join_choices(map(shown, only.get(name, ())))
+            allowed = join_choices(map(to_text, only.get(name, ())))
             problem, fix = (_fill_placeholders(rule.get(text, ""), allowed, config) for text in ("problem", "fix"))
             involves = " ".join([*when, *unless, rule.get("involves", "")])
             value = _read_value(config, name)
@@ -142,7 +142,7 @@ def _matches(config: RunConfig, name: str, values: Collection[Any]) -> bool:
 
 def _fill_placeholders(text: str, allowed: str, config: RunConfig) -> str:
     return re.sub(
-        r"\{([a-z_.]+)\}", lambda match: shown(_read_value(config, match[1])), text.replace("{allowed}", allowed)
+        r"\{([a-z_.]+)\}", lambda match: to_text(_read_value(config, match[1])), text.replace("{allowed}", allowed)
     )
 
 

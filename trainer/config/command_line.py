@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import UserError, format_one_line, shown
+from trainer.config.errors import UserError, format_one_line, to_text
 from trainer.config.messages import get_setting_type, suggest_override
 from trainer.config.values import is_null, is_text, list_accepted_types
 from trainer.config.yaml_core import parse, parse_scalar
@@ -30,10 +30,10 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"{text}: not an override; write key=value, such as training.learning_rate=1e-4")
     if not all(name.split(".")):
         suggestion = re.sub(r"\.+", ".", name).strip(".")
-        raise UserError(f"{shown(text)}: {name} has an extra dot; write {suggestion or 'training.epochs'}=...")
+        raise UserError(f"{to_text(text)}: {name} has an extra dot; write {suggestion or 'training.epochs'}=...")
     if name.startswith("-"):
         raise UserError(
-            f"{shown(text)}: settings are written without leading dashes; write {name.lstrip('-')}={shown(value)}"
+            f"{to_text(text)}: settings are written without leading dashes; write {name.lstrip('-')}={to_text(value)}"
         )
     return name, _parse_typed(get_setting_type(ALIASES.get(name, name)), name, value)
 
@@ -55,7 +55,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
         if is_list_of_words:
             return value
         raise UserError(
-            f"{name}={shown(value)}: not valid YAML; close its brackets, quote it in the shell, or quote # and :"
+            f"{name}={to_text(value)}: not valid YAML; close its brackets, quote it in the shell, or quote # and :"
         ) from None
 
 
@@ -135,7 +135,7 @@ class CommandParser(argparse.ArgumentParser):
                 table = Table.grid("", "", *[""] * (title == "Options"), padding=(0, 2))
                 table.columns[0].no_wrap, table.columns[1].overflow = True, "fold"
                 for action in [action for action in actions if action.help != argparse.SUPPRESS]:
-                    names = (Text(name, "bold cyan") for name in _format_names(action))
+                    names = (Text(name, "bold cyan") for name in _format_option(action))
                     table.add_row(*names, Text(_format_help(action)))
                 if actions:
                     console.print(Panel(table, title=title, title_align="left", border_style="dim"))
@@ -158,7 +158,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"{format_one_line(message)}; see `{self.prog} --help`"
 
 
-def _format_names(action: argparse.Action) -> tuple[str, ...]:
+def _format_option(action: argparse.Action) -> tuple[str, ...]:
     kind = "N" if action.type in (int, parse_positive_int) else action.dest.upper()
     value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()) or kind)
     return (", ".join(reversed(action.option_strings)), value) if action.option_strings else (value,)

@@ -24,7 +24,7 @@ _CONTROL = re.compile(
 )
 
 
-def printable(text: str) -> str:
+def sanitize(text: str) -> str:
     """Remove control characters and terminal control sequences, except tabs and newlines.
 
     All text from files, other hosts or other processes must pass through this before it reaches a terminal.
@@ -37,7 +37,7 @@ def format_one_line(message: str) -> str:
 
     The beginning names the setting and the end the fix, so long words and then the line are cut in the middle.
     """
-    words = [_shorten(word, LONGEST_WORD) for word in printable(" ".join(message.split())).split()]
+    words = [_shorten(word, LONGEST_WORD) for word in sanitize(" ".join(message.split())).split()]
     return _shorten(" ".join(words), LONGEST_LINE)
 
 
@@ -115,7 +115,7 @@ def describe_problem(error: ErrorDetails) -> str:
     return message[:1].lower() + message[1:]
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
+def find_nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
     """Return the known name closest to a mistyped one, or None if none is close."""
     candidates = list(known)
     by_case = {candidate.lower(): candidate for candidate in candidates}
@@ -129,7 +129,7 @@ def join_choices(choices: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def shown(value: Any, limit: int = 80) -> str:
+def to_text(value: Any, limit: int = 80) -> str:
     """Format a value as YAML on one printable line. Long values are cut in the middle."""
     if value is None:
         return "none"
@@ -138,9 +138,9 @@ def shown(value: Any, limit: int = 80) -> str:
     if value == "":
         return "''"
     if isinstance(value, dict):
-        value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
-    text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
-    return _shorten(printable(text), limit)
+        value = "{" + ", ".join(f"{to_text(key)}: {to_text(inner)}" for key, inner in value.items()) + "}"
+    text = "[" + ", ".join(to_text(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
+    return _shorten(sanitize(text), limit)
 
 
 def format_count(number: int, noun: str) -> str:
@@ -165,7 +165,7 @@ class Mistake:
     """Where the setting is, such as ` (run.yaml:3)`."""
 
     def __str__(self) -> str:
-        value = "" if self.value is None else f"={shown(self.value)}"
+        value = "" if self.value is None else f"={to_text(self.value)}"
         return f"{self.name or self.setting}{value}: {self.problem}{'; ' if self.fix else ''}{self.fix}{self.location}"
 
     @property

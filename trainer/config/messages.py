@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import MISSING_DATA, Mistake, describe_problem, nearest, shown
+from trainer.config.errors import MISSING_DATA, Mistake, describe_problem, find_nearest, to_text
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTIONS
 from trainer.config.types import AUTO
@@ -32,7 +32,7 @@ def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -
         return _build_unknown_setting_mistake(path)
     name, value, section = ".".join(path), error["input"], find_section(path)
     if not path:
-        return Mistake(ascii(shown(value)), None, "unknown setting", _ALL_LISTED)
+        return Mistake(ascii(to_text(value)), None, "unknown setting", _ALL_LISTED)
     if error["type"] == "missing" and path == ("dataset",):
         return MISSING_DATA
     if error["type"] == "missing":
@@ -77,10 +77,10 @@ def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:
     }
     if name in ALIASES:
         suggestion = ALIASES[name]
-    elif section and (close := nearest(name.partition("[")[0], [*section.model_fields, *section_aliases])):
+    elif section and (close := find_nearest(name.partition("[")[0], [*section.model_fields, *section_aliases])):
         suggestion = section_aliases.get(close, ".".join([*path[:-1], close]))
     else:
-        suggestion = candidates.get(nearest(name, candidates, 0.9) or "", "")
+        suggestion = candidates.get(find_nearest(name, candidates, 0.9) or "", "")
     fix = f"did you mean {suggestion}?" if suggestion else _ALL_LISTED
     return Mistake(dotted or "''", None, "unknown setting", fix, suggestion)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainer.config.aliases import ADVICE, ALIASES
 from trainer.config.checks import find_invalid_combinations
-from trainer.config.errors import Mistake, shown
+from trainer.config.errors import Mistake, to_text
 from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
 from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, read_switch_value
 from trainer.config.sections import RunConfig
@@ -75,13 +75,13 @@ class Mistakes:
         """Add invalid combinations of valid settings. Return the intentionally unused settings, by reason."""
         entries = [(name, entry) for name, (_, entry) in self._entries.items()]
         invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
-        unused, intended = self._split_unused(config, invalid)
+        unused, intended = self._classify_unused_settings(config, invalid)
         for mistake in (*find_invalid_combinations(config), *unused):
             if not mistake.concerns(invalid):
                 self.add(mistake)
         return intended
 
-    def _split_unused(
+    def _classify_unused_settings(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
         """Return the configured settings that have no effect: a mistake per reason, and the intentional ones by reason.
@@ -226,8 +226,8 @@ class UserSettings:
         for section in sections:
             child = node.setdefault(section, {})
             if not isinstance(child, dict):
-                problem = f"{section} is {shown(child)}, not a section"
-                self.mistakes.add(Mistake(name, shown(value), problem, "remove one of them", name=dotted))
+                problem = f"{section} is {to_text(child)}, not a section"
+                self.mistakes.add(Mistake(name, to_text(value), problem, "remove one of them", name=dotted))
                 return
             node = child
         if override:
@@ -243,4 +243,4 @@ class UserSettings:
 
 
 def _format_key(key: Any) -> str:
-    return key if isinstance(key, str) else "null" if key is None else shown(key)
+    return key if isinstance(key, str) else "null" if key is None else to_text(key)

@@ -140,7 +140,7 @@ class QuantizationSection(Section):
     quantized when they are loaded."""
 
     @property
-    def eight_bit(self) -> bool:
+    def is_8bit(self) -> bool:
         """Whether the base model's quantized weights have 8 bits."""
         return self.quant_type in EIGHT_BIT
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.errors import Mistake, join_choices, shown
+from trainer.config.errors import Mistake, join_choices, to_text
 from trainer.config.types import AUTO
 
 HUB = "a Hub ID"
@@ -51,13 +51,13 @@ class Needs:
         names = self.switch.split()
         if not self.values:
             return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
-        state = "given instead" if self.is_absence else shown(read_switch_value(config, names[0]))
+        state = "given instead" if self.is_absence else to_text(read_switch_value(config, names[0]))
         return f"{names[0]} is {state}"
 
     def format_condition(self) -> str:
         """Format the switch with its values as in YAML."""
         names = self.switch.split()
-        return f"{names[0]}: {join_choices(map(shown, self.values))}" if self.values else " or ".join(names)
+        return f"{names[0]}: {join_choices(map(to_text, self.values))}" if self.values else " or ".join(names)
 
 
 LANGUAGE = Needs("task", ("language", "preference", "reward"))

@@ -40,7 +40,7 @@ class _RankParser(CommandParser):
         raise UserError(self.describe_error(message))
 
 
-def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
+def parse_flags(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
     """Parse the flags; `given` in the result lists the flags that were typed or set by --card.
 
     With `by_rank`, also accept flags added by torchrun and DeepSpeed, and raise UserError for invalid flags.

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.needs import list_needs
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
@@ -47,7 +47,7 @@ def _format_section(section: type[BaseModel], prefix: str, width: int) -> list[s
 
 
 def _format_setting(name: str, field: FieldInfo, width: int, needs: str) -> list[str]:
-    default = "required" if field.is_required() else f"default {shown(field.get_default(call_default_factory=True))}"
+    default = "required" if field.is_required() else f"default {to_text(field.get_default(call_default_factory=True))}"
     head = f"{name}: {_format_type(field.annotation, field.metadata)} ({default})"
     aliases = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
     text = " ".join((field.description or "").split())
@@ -65,7 +65,7 @@ def _format_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) ->
     if origin is Annotated:
         return _format_type(arguments[0], arguments[1:])
     if origin is Literal:
-        return " | ".join("auto" if value == AUTO else shown(value) for value in arguments)
+        return " | ".join("auto" if value == AUTO else to_text(value) for value in arguments)
     if origin in (Union, UnionType):
         return " | ".join(_format_type(argument) for argument in arguments)
     if origin is tuple:

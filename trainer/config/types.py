@@ -67,7 +67,7 @@ def _check_patterns(names: Any) -> Any:
     return names
 
 
-def _parse_texts(value: Any) -> Any:
+def _wrap_in_list(value: Any) -> Any:
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
@@ -100,7 +100,7 @@ LayerNames = Annotated[
 ]
 LayerRanks = Annotated[dict[str, Annotated[int, Field(ge=1, le=32_768)]], AfterValidator(_check_patterns)]
 LayerAlphas = Annotated[dict[str, Positive], AfterValidator(_check_patterns)]
-Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_parse_texts)]
+Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_wrap_in_list)]
 ResumeChanges = Annotated[
     tuple[Literal["base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu"], ...],
     BeforeValidator(_parse_words),

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.config.adapter_settings import read_initial_adapter
 from trainer.config.aliases import OTHER_TRAINERS
-from trainer.config.errors import Mistake, nearest, shown
+from trainer.config.errors import Mistake, find_nearest, to_text
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
@@ -20,24 +20,24 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
         fix = "the stage is set with zero.stage"
-        yield Mistake("zero.extra.zero_optimization", shown(partition), "must be a mapping", fix)
+        yield Mistake("zero.extra.zero_optimization", to_text(partition), "must be a mapping", fix)
         return
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
     for key, value in entries.items():
         name = f"zero.extra.{key}"
         if key in SETTINGS:
-            yield Mistake(name, shown(value), "has a setting here", f"use {SETTINGS[key]} instead")
+            yield Mistake(name, to_text(value), "has a setting here", f"use {SETTINGS[key]} instead")
         if key in FIXED:
-            yield Mistake(name, shown(value), "is fixed by our training loop", "remove it")
+            yield Mistake(name, to_text(value), "is fixed by our training loop", "remove it")
         if key in UNSUPPORTED:
-            yield Mistake(name, shown(value), "is a part of DeepSpeed that is not supported", "remove it")
+            yield Mistake(name, to_text(value), "is a part of DeepSpeed that is not supported", "remove it")
         elif "." not in key and key not in (*KNOWN, *FIXED, *SETTINGS):
-            fix = f"did you mean {close}?" if (close := nearest(key, KNOWN)) else "remove it"
-            yield Mistake(name, shown(value), "DeepSpeed has no such key", fix)
+            fix = f"did you mean {close}?" if (close := find_nearest(key, KNOWN)) else "remove it"
+            yield Mistake(name, to_text(value), "DeepSpeed has no such key", fix)
     if "data_types" in extra:
         problem = "makes DeepSpeed use an optimizer that checkpoints do not support"
         fix = "remove it, or set training.precision: fp32"
-        yield Mistake("zero.extra.data_types", shown(extra["data_types"]), problem, fix)
+        yield Mistake("zero.extra.data_types", to_text(extra["data_types"]), problem, fix)
 
 
 def gathers_by_layer(config: RunConfig) -> bool:

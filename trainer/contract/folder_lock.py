@@ -119,7 +119,7 @@ class FolderLock:
                 _remove(path, held.token)
                 continue
             if alive and (not _should_wait(lock, held, resumes) or time.monotonic() > deadline):
-                raise _locked_error(run_dir, held)
+                raise _build_locked_error(run_dir, held)
             until = f"it to end, up to {WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
             if until != reported:
                 say(f"note: output_dir={run_dir}: held by {held.describe()}; waiting for {until}")
@@ -137,7 +137,7 @@ class FolderLock:
         if lock is None:
             return None
         if lock.token != token:
-            raise _lost_error(run_dir, lock)
+            raise _build_lost_error(run_dir, lock)
         lock = replace(lock, holders=(lock.holders[0], Holder.for_this_process()))
         write_json(get_lock_path(run_dir), asdict(lock))
         return cls(run_dir, lock, owns=False)
@@ -155,7 +155,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise FolderLostError if another run has taken over the folder; call this before writing to it."""
         if not self._still_holds():
-            raise _lost_error(self._run_dir, _read(self._path))
+            raise _build_lost_error(self._run_dir, _read(self._path))
 
     def release(self) -> None:
         """Release the lock; may be called twice."""
@@ -211,7 +211,7 @@ def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
     except OSError:
         return  # reported by later checks
     if held is not None and held.is_alive() and not _should_wait(Lock.for_this_process(), held, resumes):
-        raise _locked_error(run_dir, held)
+        raise _build_locked_error(run_dir, held)
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
@@ -251,12 +251,12 @@ def _should_wait(lock: Lock, held: Lock, resumes: bool) -> bool:
     return held.is_predecessor_of(lock) or (resumes and under_scheduler)
 
 
-def _locked_error(run_dir: Path, lock: Lock) -> UserError:
+def _build_locked_error(run_dir: Path, lock: Lock) -> UserError:
     problem = f"output_dir={run_dir}: another run uses this folder, {lock.describe()}"
     return UserError(f"{problem}; wait until it ends, or use another folder")
 
 
-def _lost_error(run_dir: Path, lock: Lock | None) -> FolderLostError:
+def _build_lost_error(run_dir: Path, lock: Lock | None) -> FolderLostError:
     by = f" by {lock.describe()}" if lock else ""
     return FolderLostError(
         f"output_dir={run_dir}: taken over by another run{by}, because this run sent no heartbeat for {STALE_S:.0f} s; "

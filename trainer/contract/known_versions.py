@@ -32,9 +32,9 @@ KNOWN = {
 """Tested versions of the libraries with private APIs that we use, newest last."""
 
 
-def installed(library: str) -> str | None:
+def get_release(library: str) -> str | None:
     """Return the installed version without its build suffix (2.13.0 for 2.13.0+cpu); None if it is not installed."""
-    release = installed_version(library)
+    release = get_installed_version(library)
     return release and release.partition("+")[0]
 
 
@@ -43,7 +43,7 @@ def describe_untested() -> list[str]:
     return [
         f"{library} {release} (tested: {', '.join(tested)})"
         for library, tested in KNOWN.items()
-        if (release := installed(library)) is not None and release not in tested
+        if (release := get_release(library)) is not None and release not in tested
     ]
 
 
@@ -53,9 +53,9 @@ def build_version_warning() -> str | None:
     return f"not tested with {'; '.join(lines)}; install the versions in constraints.txt" if lines else None
 
 
-def changed(library: str, what: str) -> UserError:
+def build_api_error(library: str, what: str) -> UserError:
     """Return the error to raise if a private API of a library has changed."""
-    release, tested = installed(library), KNOWN[library][-1]
+    release, tested = get_release(library), KNOWN[library][-1]
     fix = f"install {library}=={tested}, the tested version"
     if release == tested:  # caused by this model or setting
         fix = "report this with the configuration of the run"
@@ -68,7 +68,7 @@ def require(owner: object, name: str, library: str) -> Any:
         return getattr(owner, name)
     except AttributeError:
         kind = getattr(owner, "__name__", type(owner).__name__)
-        raise changed(library, f"{kind} has no `{name}`") from None
+        raise build_api_error(library, f"{kind} has no `{name}`") from None
 
 
 def replaces(what: str) -> Callable[[Installer], Installer]:
@@ -77,7 +77,7 @@ def replaces(what: str) -> Callable[[Installer], Installer]:
 
 
 @contextmanager
-def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[None]:
+def patch_attribute(owner: object, name: str, value: Any, library: str) -> Iterator[None]:
     """Set `owner.name` of `library` to `value` within the block; raises UserError if that name does not exist."""
     before = require(owner, name, library)
     setattr(owner, name, value)
@@ -88,7 +88,7 @@ def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[Non
 
 
 @contextmanager
-def overridden(*changes: tuple[object, str, Any]) -> Iterator[None]:
+def patch_objects(*changes: tuple[object, str, Any]) -> Iterator[None]:
     """Set instance attributes, given as (owner, name, value), within the block; they precede methods and parameters."""
     before = [vars(owner).get(name) for owner, name, _ in changes]
     for owner, name, value in changes:
@@ -103,7 +103,7 @@ def overridden(*changes: tuple[object, str, Any]) -> Iterator[None]:
                 vars(owner)[name] = value
 
 
-def installed_version(package: str) -> str | None:
+def get_installed_version(package: str) -> str | None:
     """Return the version of a package; None if it is not installed, as in a checkout without `pip install`."""
     try:
         return version(package)
@@ -113,4 +113,4 @@ def installed_version(package: str) -> str | None:
 
 def read_package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect a run's results."""
-    return {package: release for package in PACKAGES if (release := installed_version(package)) is not None}
+    return {package: release for package in PACKAGES if (release := get_installed_version(package)) is not None}

@@ -49,7 +49,7 @@ def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, i
 
 def read_srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
     """Return the rendezvous address and port of a SLURM step: its first node, and the port of its job."""
-    return parse_first_host(env["SLURM_STEP_NODELIST"]), job_port(int(env["SLURM_JOB_ID"]))
+    return parse_first_host(env["SLURM_STEP_NODELIST"]), compute_job_port(int(env["SLURM_JOB_ID"]))
 
 
 def parse_first_host(node_list: str) -> str:
@@ -64,7 +64,7 @@ def get_host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def random_port() -> int:
+def draw_port() -> int:
     """Return a port that is probably free on another host."""
     return FIRST_PORT + secrets.randbelow(PORTS)
 
@@ -72,7 +72,7 @@ def random_port() -> int:
 def find_free_port() -> int:
     """Return a free port below the ephemeral port range. Raises UserError after 100 attempts."""
     for _ in range(100):
-        port = random_port()
+        port = draw_port()
         with socket.socket() as listener, suppress(OSError):  # the port is in use
             listener.bind(("", port))
             return port
@@ -97,6 +97,6 @@ def format_port_error(port: int, reason: str, host: str = "this host") -> str:
     return f"--master-port {port}: not free on {host} ({reason}); use another port, or omit the option"
 
 
-def job_port(job_id: int) -> int:
+def compute_job_port(job_id: int) -> int:
     """Return the rendezvous port of a SLURM job, the same on every node, and different for recent jobs."""
     return FIRST_PORT + job_id % PORTS

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import UserError
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE
-from trainer.data.marks import TURN_KEY, MarkedChat, has_generation_blocks, mark_message, mark_template, read_marks
+from trainer.data.marks import TURN_KEY, ChatSpans, has_generation_blocks, mark_message, mark_template, read_marks
 
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
@@ -72,7 +72,7 @@ class ChatTemplate:
             self._detect_list_content_roles()
             self._detect_call_format()
         except (TemplateError, RenderError) as error:
-            problem = f"chat template {shown(source)}: cannot be rendered ({error})"
+            problem = f"chat template {to_text(source)}: cannot be rendered ({error})"
             raise UserError(f"{problem}; fix the template, or set another one in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
-    ) -> MarkedChat:
+    ) -> ChatSpans:
         """Render numbered messages. Return the text with the spans of turns and, if `texts`, of their contents."""
         if not messages:
             return read_marks("")
@@ -122,7 +122,7 @@ class ChatTemplate:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
-    def _probe(self, *messages: Message, tools: list[Message] | None = None, **more: Any) -> MarkedChat:
+    def _probe(self, *messages: Message, tools: list[Message] | None = None, **more: Any) -> ChatSpans:
         """Render messages, with a tool if the template needs one."""
         numbered = [{**message, TURN_KEY: index} for index, message in enumerate(messages)]
         try:

@@ -16,7 +16,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import replaces
 from trainer.data.conversations import LOST, ChatEncoder, build_template_variables, load_chat_template
@@ -221,7 +221,7 @@ class DocumentEncoder:
         unread = {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
         lost = {phrase: unread.pop(phrase) for phrase in LOST if phrase in unread}
         if unread:
-            names = join_names(f"{shown(name, 30)} (in {count:,})" for name, count in unread.items())
+            names = join_names(f"{to_text(name, 30)} (in {count:,})" for name, count in unread.items())
             notes.append(f"{label}: unused fields in {total:,} records: {names}")
         for phrase, count in lost.items():
             notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import SourceSection, UserError
-from trainer.config.errors import nearest, shown
+from trainer.config.errors import find_nearest, to_text
 from trainer.config.yaml_core import read_yaml
 
 PREFERENCE, UNPAIRED = "preference", "unpaired"
@@ -48,7 +48,7 @@ def detect_format(
     format_ = "custom" if source.format == "auto" and source.template else source.format
     lists = [name for name, value in first.items() if isinstance(value, list) and {*map(type, value)} == {str}]
     if lists and len(lists) == len(first) and not {*lists} & {*TURN_LISTS}:
-        where = f"{label}.path={shown(source.path)}, record 1"
+        where = f"{label}.path={to_text(source.path)}, record 1"
         raise UserError(f"{where}: each field is a list ({join_names(columns)}); {ONE_RECORD_PER_LINE}")
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
@@ -121,7 +121,7 @@ def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[s
     if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
         problem = f"is a mapping of lists ({join_names(lists)}), not a list of records"
         fix = f"{ONE_RECORD_PER_LINE}, or name the list of turns in {label}.fields, as {{messages: {lists[0]}}}"
-        raise UserError(f"{label}.path={shown(source.path)}: {problem}; {fix}")
+        raise UserError(f"{label}.path={to_text(source.path)}: {problem}; {fix}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
 
 
@@ -149,7 +149,7 @@ def _find_preference_names(
     if chosen is None:
         raise UserError(
             f"{label}.format=auto: the records have a rejected answer but no chosen one ({join_names(present)}); "
-            f"name both in {label}.fields: {{chosen: best, rejected: {shown(present[rejected], 30)}}}"
+            f"name both in {label}.fields: {{chosen: best, rejected: {to_text(present[rejected], 30)}}}"
         )
     if "prompt" not in names and "question" in present:
         names["prompt"] = present["question"]
@@ -174,7 +174,7 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
     inside_turns = {"role", "content", "from", "value"}
     for name, column in source.fields.items():
         if name not in known and format_ != "custom":
-            close = nearest(name, known)
+            close = find_nearest(name, known)
             hint = f"did you mean {close}?" if close else f"use {', '.join(sorted(known))}"
             raise UserError(f"{label}.fields.{name}: not a field of format {format_}; {hint}")
         if column not in columns and name not in inside_turns:
@@ -207,6 +207,6 @@ def describe_type(value: Any) -> str:
 
 def join_names(names: Iterable[str]) -> str:
     """Join field names for a message, at most twelve."""
-    shown_names = [shown(name, 60) if name == name.strip() else repr(name) for name in names]
+    shown_names = [to_text(name, 60) if name == name.strip() else repr(name) for name in names]
     more = f" and {len(shown_names) - 12} more" if len(shown_names) > 12 else ""
     return (", ".join(shown_names[:12]) or "no fields") + more

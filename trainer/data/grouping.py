@@ -11,7 +11,7 @@ from pyarrow import Table
 from pyarrow.types import is_primitive
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.config.errors import format_count, shown
+from trainer.config.errors import format_count, to_text
 
 # Fractions of documents above which the user is warned.
 WARNED_FRACTION = 0.01
@@ -153,7 +153,7 @@ def group_documents(
     for (label, source), part in zip(sources, train, strict=True):
         if part["answers"].any() and part["empty"].sum() == part["answers"].sum():
             raise UserError(
-                f"{label}.path={shown(source.path)}: all {part['answers'].sum():,} answers are empty; check the "
+                f"{label}.path={to_text(source.path)}: all {part['answers'].sum():,} answers are empty; check the "
                 f"records with `zerolora inspect`, or set the field of the answers in {label}.fields"
             )
         documents = np.arange(first, first + len(part["length"]))

@@ -32,7 +32,7 @@ Spans = dict[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class MarkedChat:
+class ChatSpans:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
     `turns[i]` has the spans rendered by loop iterations over message i, in order; `texts[i]` and `reasoning[i]`
@@ -107,7 +107,7 @@ def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return stripped | ({"content": text.lstrip()} if any(thought) else {})
 
 
-def find_thoughts(marked: MarkedChat) -> list[tuple[int, int]]:
+def find_thoughts(marked: ChatSpans) -> list[tuple[int, int]]:
     """Return the spans of reasoning including its tags, such as `<think>` and `[/THINK]`, and of empty thoughts."""
     thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(marked.text)]
     for start, end in (span for spans in marked.reasoning.values() for span in spans):
@@ -121,7 +121,7 @@ def has_generation_blocks(source: str) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
-def read_marks(rendered: str) -> MarkedChat:
+def read_marks(rendered: str) -> ChatSpans:
     """Remove the markers from a chat rendered by a marked template, and return their positions."""
     pieces: list[str] = []
     turns: Spans = {}
@@ -152,7 +152,7 @@ def read_marks(rendered: str) -> MarkedChat:
             if turn:
                 open_spans[name] = (int(turn), length)
     pieces.append(rendered[position:])
-    return MarkedChat("".join(pieces), turns, generation, texts["text"], texts["reasoning"])
+    return ChatSpans("".join(pieces), turns, generation, texts["text"], texts["reasoning"])
 
 
 def _mark_text(kind: str, text: str, turn: int) -> str:

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.data.formats import RecordFormat, describe_type
 from trainer.data.records import (
     Fields,
@@ -49,7 +49,7 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_p
     margin = fields.get(name := fmt.names["margin"]) or 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
         problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}"
-        raise UserError(f"{where}: {name}={shown(margin, 30)}: {problem}; fix it, or remove the field")
+        raise UserError(f"{where}: {name}={to_text(margin, 30)}: {problem}; fix it, or remove the field")
     prompt, is_chat = _read_prompt(fields, fmt, where)
     if prompt in (None, []) or _is_conversation(answers[0]):
         field_prompt, prompt = prompt, _find_common_prefix(answers, where)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pyarrow import Array, Table, int8
 from pyarrow.types import is_boolean
 
-from trainer.config.errors import printable
+from trainer.config.errors import sanitize
 
 _IMAGE_TOKENS = re.compile(r"(<[^<>]{1,40}>|\[IMG\])\1{3,}")
 
@@ -129,7 +129,7 @@ def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]
     at = 0
     for weight, run in groupby(map(float, document.trained)):
         count = len(list(run))
-        text = printable(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
+        text = sanitize(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
         if document.images:
             text = _IMAGE_TOKENS.sub(lambda same: f"{same[1]} x {len(same[0]) // len(same[1]):,}", text)
         yield weight, text

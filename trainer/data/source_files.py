@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import SourceSection, UserError
-from trainer.config.errors import nearest, shown
+from trainer.config.errors import find_nearest, to_text
 from trainer.config.files import UnreadableFileError, read_text
 from trainer.config.paths import expand_path
 from trainer.config.yaml_core import read_yaml
@@ -18,7 +18,7 @@ SPLIT_WORDS = {split: words.split() for split, words in _TABLES["splits"].items(
 
 def describe_source(source: SourceSection, label: str) -> str:
     """Return `SETTING=PATH` for the beginning of a message; `label` may be an option or a setting."""
-    return f"{label}{'.path' if label.startswith('dataset') else ''}={shown(source.path)}"
+    return f"{label}{'.path' if label.startswith('dataset') else ''}={to_text(source.path)}"
 
 
 def build_source(path: str, label: str, **settings: Any) -> SourceSection:
@@ -26,7 +26,7 @@ def build_source(path: str, label: str, **settings: Any) -> SourceSection:
         # Set the path afterwards: the constructor reads the name `none` as no path.
         return SourceSection(**settings).model_copy(update={"path": expand_path(path)})
     except ValueError as error:
-        raise UserError(f"{label}={shown(path)}: {error}") from None
+        raise UserError(f"{label}={to_text(path)}: {error}") from None
 
 
 def read_template(configured: str) -> str:
@@ -51,14 +51,14 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
     kinds = ", ".join(READERS)
     if local.is_file():
         if source.data_files:
-            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file; remove data_files")
+            raise UserError(f"{label}.data_files={to_text(source.data_files)}: {where} is a file; remove data_files")
         if get_data_suffix(local) not in READERS:
             suffix = local.suffix or "a file without a suffix"
             is_archive = suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             fix = "unpack it" if is_archive else f"use {kinds}, also with .gz"
             raise UserError(f"{where}: {suffix} is not supported; {fix}")
         if split != "train" and _find_split(Path(local.name)) != _normalize_split(split):
-            raise UserError(describe_missing_split(label, split, shown(source.path)))
+            raise UserError(describe_missing_split(label, split, to_text(source.path)))
         return [local]
     try:
         files = [file for file in sorted(local.rglob("*")) if file.is_file() and get_data_suffix(file) in READERS]
@@ -81,7 +81,7 @@ def find_data_files(source: SourceSection, local: Path, split: str, label: str) 
                 f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}; use one of them"
             )
     elif split != "train":
-        raise UserError(describe_missing_split(label, split, shown(source.path)))
+        raise UserError(describe_missing_split(label, split, to_text(source.path)))
     return _check_one_kind(files, where)
 
 
@@ -97,9 +97,10 @@ def _select_named_files(source: SourceSection, local: Path, files: list[Path], l
         relative = pattern.removeprefix("./").removeprefix(f"{local}/")
         matches = {name: file for name, file in names.items() if fnmatch(name, relative)}
         if not matches:
-            near = nearest(relative, names)
+            near = find_nearest(relative, names)
             hint = f"did you mean {near}?" if near else "use files of that folder, or remove the setting"
-            raise UserError(f"{label}.data_files={shown(pattern)}: no such data file in {shown(source.path)}; {hint}")
+            problem = f"no such data file in {to_text(source.path)}; {hint}"
+            raise UserError(f"{label}.data_files={to_text(pattern)}: {problem}")
         selected |= matches
     return list(selected.values())
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from trainer.config import SourceSection, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.paths import is_remote
 from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
@@ -260,7 +260,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "
         ) from None
     if isinstance(loaded, Dataset):
         if split not in ("train", str(loaded.split)):
-            raise UserError(describe_missing_split(label, split, shown(source.path)))
+            raise UserError(describe_missing_split(label, split, to_text(source.path)))
         return loaded
     if split not in loaded:
         raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(loaded)}; use one of them")

@@ -24,16 +24,16 @@ def count_steps(training: TrainingSection, samples: int | None, world_size: int)
         return training.max_steps
     if not samples or (training.batch_size == AUTO and training.global_batch_size in (None, AUTO)):
         return None
-    return math.ceil(training.epochs * compute_steps_per_epoch(samples, global_batch(training, world_size)))
+    return math.ceil(training.epochs * compute_steps_per_epoch(samples, compute_global_batch(training, world_size)))
 
 
-def global_batch(training: TrainingSection, world_size: int) -> int:
+def compute_global_batch(training: TrainingSection, world_size: int) -> int:
     if training.batch_size == AUTO:
         return training.global_batch_size or 1
     return training.batch_size * training.gradient_accumulation_steps * world_size
 
 
-def warmup_steps(training: TrainingSection, total: int) -> int:
+def compute_warmup_steps(training: TrainingSection, total: int) -> int:
     """Return the number of warm-up steps; `warmup_ratio` never includes the last step."""
     if training.warmup_steps is not None:
         return training.warmup_steps
@@ -77,7 +77,7 @@ def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_si
     training = config.training
     if not (training.evals_per_epoch or training.saves_per_epoch) or not samples or training.batch_size == AUTO:
         return config
-    epoch_steps = compute_steps_per_epoch(samples, global_batch(training, world_size))
+    epoch_steps = compute_steps_per_epoch(samples, compute_global_batch(training, world_size))
     changes: dict[str, int | None] = {}
     if training.evals_per_epoch:
         changes |= {"eval_steps": math.ceil(epoch_steps / training.evals_per_epoch), "evals_per_epoch": None}
@@ -99,7 +99,7 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
         )
     if training.batch_size == AUTO:
         return f"{total:,}; batch_size is chosen at the start"
-    size = global_batch(training, world_size)
+    size = compute_global_batch(training, world_size)
     an_epoch = (
         f" ({compute_steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
     )
@@ -130,7 +130,7 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
     total = count_steps(training, samples, world_size)
     if total is None:
         return []
-    warmup = 0 if training.lr_scheduler == "constant" else warmup_steps(training, total)
+    warmup = 0 if training.lr_scheduler == "constant" else compute_warmup_steps(training, total)
     if warmup >= total:
         raise UserError(
             f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
@@ -139,7 +139,7 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
     _check_schedule(training, warmup, total)
     warnings = []
     if total < FEW_STEPS and training.max_steps is None:
-        size = global_batch(training, world_size)
+        size = compute_global_batch(training, world_size)
         first = ", the first of them at a learning rate of 0" if warmup else ""
         fixes = ["training.global_batch_size=auto"] * (size > world_size) + ["more training.epochs"]
         fixes += ["dataset.packing=false"] * config.dataset.packing

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from trainer.config import UserError
-from trainer.contract.known_versions import replaced, require
+from trainer.contract.known_versions import patch_attribute, require
 from trainer.data.image_features import GRID, FeatureFiles
 from trainer.data.image_parts import decode_image, is_animated, read_stored
 from trainer.data.samples import Sample, split_documents
@@ -75,14 +75,14 @@ class ImageReader:
             )
         data = [self._read(image, f"{where}, image {number}") for number, image in enumerate(stored, start=1)]
         images = [decode_image(content, name) for content, name in data]
-        texts = self._process(images, where)[1] if images else []
+        texts = self._process_images(images, where)[1] if images else []
         edits = [(start, start + len(self.token), new) for start, new in zip(starts, texts, strict=True)]
         return edits, any(is_animated(content) for content, _ in data)
 
     def build_inputs(self, stored: Sequence[bytes], dtype: torch.dtype) -> dict[str, Any]:
         """Return a model's inputs for images, in order, except token ids. `dtype` is the model's dtype."""
         images = [decode_image(*self._read(image, "an image of the data")) for image in stored]
-        inputs, _ = self._process(images, "a batch")
+        inputs, _ = self._process_images(images, "a batch")
         if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's, which its tower does not convert
             inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
         unused = {*self._processor.unused_input_names, "num_patches"}
@@ -106,7 +106,7 @@ class ImageReader:
         data, file = read_stored(stored)
         return data, f"{where} ({file})" if file else where
 
-    def _process(self, images: list[Any], where: str) -> tuple[Any, list[str]]:
+    def _process_images(self, images: list[Any], where: str) -> tuple[Any, list[str]]:
         """Return the processor's output for images, and the text that replaces each placeholder."""
         settings = {**getattr(self._processor, "images_kwargs", {}), "return_tensors": "pt"}
         if hasattr(self._processor, "use_image_special_tokens"):  # an argument of LFM2-VL's method
@@ -128,7 +128,7 @@ def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any,
     own_class = type(processor_class.__name__, (processor_class,), skip_check)
     # SmolVLM's processor requires num2words, but only uses it for videos.
     has_all = getattr(module, "num2words", True) is not None
-    with nullcontext() if has_all else replaced(module, "num2words", str, "transformers"):
+    with nullcontext() if has_all else patch_attribute(module, "num2words", str, "transformers"):
         return own_class(**parts, **settings)
 
 

@@ -13,7 +13,7 @@ from trainer.config.checks import TILES_NO_GRAPHS, find_feature_problem
 from trainer.config.zero import find_layer_gather_problem, gathers_by_layer, resolve_engine_zero
 from trainer.parallel.engine.deepspeed_engine import can_guard_on_device
 from trainer.parallel.engine.flat_adapter import find_flat_problem
-from trainer.parallel.ranks.group import list_groups
+from trainer.parallel.ranks.group import list_shard_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
@@ -283,7 +283,7 @@ def _choose_shard_group(config: RunConfig, machine: Machine) -> Decision[int]:
     if config.zero.stage < 3 or not gathers_by_layer(config):
         return Decision(machine.world_size)
     within = config.zero.shard_within
-    groups = list_groups(within, machine.hosts or ("",) * machine.world_size)
+    groups = list_shard_groups(within, machine.hosts or ("",) * machine.world_size)
     size = min(map(len, groups))
     return Decision(size) if len(groups) == 1 else Decision(size, f"zero.shard_within: {within}")
 

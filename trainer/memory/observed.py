@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection, UserError
 from trainer.config.errors import format_one_line
-from trainer.contract.known_versions import replaced, replaces
+from trainer.contract.known_versions import patch_attribute, replaces
 from trainer.memory.stored_weights import Shapes
 from trainer.model.expert_forward import detect_activation, run_adapted_experts, run_in_torch
 from trainer.model.expert_layers import find_expert_modules, takes_all_tokens
@@ -70,7 +70,7 @@ class Kernels:
     packed: bool
     """Whether the base model is quantized to 4 or 8 bits."""
     packed_experts: bool
-    eight_bit: bool
+    is_8bit: bool
     """Whether matmuls take 8-bit inputs."""
     scan_by_kernel: bool
     """Whether mamba-ssm rather than plain torch computes the scans of recurrent layers."""
@@ -131,7 +131,7 @@ class Meter(TorchDispatchMode):
         if not (backward or func is torch.ops.zerolora.lora_forward.default):
             return 0
         weights = args[2] if backward else args[1]
-        if self._kernels.eight_bit:
+        if self._kernels.is_8bit:
             return sum(tensor.numel() for tensor in (*weights, *args[0])) if backward else 0
         sizes = [weight.nbytes for weight in weights]
         return sum(sizes) if backward and sum(sizes) <= MAX_DEQUANTIZED_TOGETHER else max(sizes)
@@ -191,7 +191,7 @@ def forbid_triton() -> AbstractContextManager[None]:
         from triton.runtime.jit import JITFunction
     except ImportError:  # not part of torch's CPU builds
         return nullcontext()
-    return replaced(JITFunction, "run", run, "triton")
+    return patch_attribute(JITFunction, "run", run, "triton")
 
 
 def _forward(model: Any, rows: int, length: int) -> Any:
@@ -355,4 +355,4 @@ def substitute_attention(*, copied: bool = False) -> AbstractContextManager[None
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         return _Flash.apply(query, key, value, attn_mask)
 
-    return replaced(F, "scaled_dot_product_attention", attend, "torch")
+    return patch_attribute(F, "scaled_dot_product_attention", attend, "torch")

@@ -19,7 +19,7 @@ from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, count_rows_to_observe, observe_layers
 from trainer.memory.stored_weights import Placement, Shapes, list_gathered_weights, stored_bytes
-from trainer.parallel.ranks.group import list_groups
+from trainer.parallel.ranks.group import list_shard_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
 LARGEST_BATCH = 256
@@ -130,7 +130,7 @@ class Planner:
         placement = self._build_placement(config, decided)
         hosts = machine.hosts or ("",) * machine.world_size
         within = config.zero.shard_within if decided.gather.value == "layer" else "all"
-        group = list_groups(within, hosts)[0]
+        group = list_shard_groups(within, hosts)[0]
         near = sum(hosts[rank] == hosts[group[0]] for rank in group)
         weights = 0
         if placement.zero.stage == 3:
@@ -292,7 +292,7 @@ class Planner:
             on_gpu=on_gpu,
             packed=packed or self.shapes.stored != "",
             packed_experts=packed or self.shapes.stored != "" or any(weight.mxfp4 for weight in self.shapes.weights),
-            eight_bit=packed and config.quantization.eight_bit and self.shapes.stored != "blocks",
+            is_8bit=packed and config.quantization.is_8bit and self.shapes.stored != "blocks",
             scan_by_kernel=on_gpu and self.machine.scan_kernels,
         )
 

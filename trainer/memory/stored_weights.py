@@ -94,7 +94,7 @@ def stored_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of a stored weight. Quantized elements need 1 or 1/2 byte each, plus scales."""
     if not is_packed(weight, placement):
         return round_up(weight.elements * placement.element)
-    if (weight.stored_bits or (8 if placement.quantization.eight_bit and not weight.mxfp4 else 4)) == 8:
+    if (weight.stored_bits or (8 if placement.quantization.is_8bit and not weight.mxfp4 else 4)) == 8:
         return round_up(weight.elements) + scale_bytes(weight, placement)
     return round_up((weight.elements + 1) // 2) + scale_bytes(weight, placement)
 
@@ -117,7 +117,7 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
         return round_up(weight.elements // 32)
     if weight.stored_bits:
         return round_up(weight.stored_scales)
-    if placement.quantization.eight_bit:
+    if placement.quantization.is_8bit:
         return round_up(4 * weight.rows)
     matrices = max(1, weight.experts)
     blocks = -(-weight.elements // matrices // placement.quantization.block_size)

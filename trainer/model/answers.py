@@ -11,8 +11,8 @@ from trainer.data.prompt_files import Prompt
 from trainer.data.records import Turns
 from trainer.data.tokens import detect_leading_token
 from trainer.data.vision import PromptImages
-from trainer.model.base import context_length
-from trainer.parallel.engine.layer_gather.shards import find_layer_shards
+from trainer.model.base import get_context_length
+from trainer.parallel.engine.layer_gather.shards import get_layer_shards
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 
@@ -37,7 +37,7 @@ def generate_texts(
 ) -> list[str]:
     """Generate continuations of tokenized prompts in one left-padded batch, up to the model's context length."""
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
-    length, longest = padded["input_ids"].shape[1], context_length(model.config)
+    length, longest = padded["input_ids"].shape[1], get_context_length(model.config)
     generated = model.generate(
         input_ids=padded["input_ids"],
         attention_mask=padded["attention_mask"],
@@ -52,7 +52,7 @@ def generate_texts(
 
 def needs_synced_passes(engine: Engine) -> bool:
     """Return whether forward passes gather weights, which forces all ranks to generate the same number of tokens."""
-    return engine.zero_optimization_stage() == 3 or find_layer_shards(engine.module) is not None
+    return engine.zero_optimization_stage() == 3 or get_layer_shards(engine.module) is not None
 
 
 def encode_prompt(

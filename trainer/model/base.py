@@ -13,8 +13,8 @@ from trainer.contract.standard_streams import PROGRESS
 from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_kind import (
     SCORE,
-    auto_class,
     check_kind,
+    get_auto_class,
     has_score,
     has_soft_cap,
     is_mxfp4,
@@ -71,7 +71,7 @@ def _apply_overrides(base_model: str, section: ModelSection, model_config: Any) 
 def _scale_rope(scaling: RopeScaling, text: Any) -> None:
     """Set the RoPE scaling and the context length. Raises UserError unless all layers share one rotary embedding."""
     parameters = getattr(text, "rope_parameters", None) or {}
-    if "rope_theta" not in parameters or context_length(text) is None:
+    if "rope_theta" not in parameters or get_context_length(text) is None:
         problem = f"{text.model_type} has no single rotary embedding for all layers"
         raise UserError(f"model.rope_scaling.type={scaling.type}: {problem}; remove model.rope_scaling")
     original = scaling.original_max_position_embeddings or parameters.get("original_max_position_embeddings")
@@ -154,14 +154,14 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         )
 
 
-def context_length(model_config: Any) -> int | None:
+def get_context_length(model_config: Any) -> int | None:
     """Return the model's maximum sequence length; None if it is not specified or unlimited (-1 in XLNet)."""
     length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return int(length) if length and length > 0 else None
 
 
 def has_rotary_positions(model_config: Any) -> bool:
-    """Return whether the model uses rotary embeddings, whose positions may exceed `context_length`."""
+    """Return whether the model uses rotary embeddings, whose positions may exceed `get_context_length`."""
     return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
 
 
@@ -199,9 +199,9 @@ def load_base_model(
     if is_packed or deepspeed_config is not None or shards is not None or is_random(base_model):
         from transformers import GenerationConfig
 
-        from trainer.model.streamed_weights import load_streamed  # imports bitsandbytes, which prints messages
+        from trainer.model.streamed_weights import load_model_by_module  # imports bitsandbytes, which prints messages
 
-        model = load_streamed(
+        model = load_model_by_module(
             base_model, section, config, dtype=dtype, device=device, attention=attention, quantization=quantization,
             deepspeed_config=deepspeed_config, shards=shards, unpack=unpack,
         )  # fmt: skip
@@ -213,7 +213,7 @@ def load_base_model(
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(build_empty_model(config, section)), config, files)
     with suppress_loading_output() if has_score(config) else nullcontext():
-        model = auto_class(config).from_pretrained(
+        model = get_auto_class(config).from_pretrained(
             base_model,
             config=config,
             revision=section.revision or "main",
@@ -222,7 +222,7 @@ def load_base_model(
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
-    if has_score(config) and SCORE not in files.shapes():
+    if has_score(config) and SCORE not in files.read_shapes():
         model.score.weight.data = init_score_head(config).to(dtype)
     return model.to(device)
 
@@ -248,7 +248,7 @@ def build_empty_model(model_config: Any, section: ModelSection) -> Any:
     try:
         # Skip initialization, which torch's slow reference kernels would run for values that are never used.
         with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
-            model = auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
+            model = get_auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError,
             RuntimeError) as error:  # fmt: skip
         raise build_load_error("base_model", model_config.name_or_path, error, model_config=model_config) from error

@@ -75,7 +75,7 @@ class FrozenLinear8bit(nn.Linear):
     def scaled(self) -> ops.ScaledWeight:
         return ops.ScaledWeight(self.weight, self.scales, self.block)
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_blocks(self.weight.data, self.scales, self.block, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

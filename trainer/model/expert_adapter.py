@@ -13,7 +13,7 @@ from typing import Any
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import overridden, replaces, require
+from trainer.contract.known_versions import patch_objects, replaces, require
 from trainer.model.expert_forward import Adapter, run_adapted_experts
 from trainer.model.expert_layers import ExpertFactor, find_expert_modules, get_expert_shape
 from trainer.model.older_names import keep_target_names
@@ -65,7 +65,7 @@ class ParamWrapper(lora.ParamWrapper):
         if not adapters:
             return layer(x, *args, **kwargs)
         # Call it as a module, so that ZeRO-3's hooks gather its parameters.
-        with overridden((layer, "forward", partial(run_adapted_experts, layer, adapters))):
+        with patch_objects((layer, "forward", partial(run_adapted_experts, layer, adapters))):
             return layer(x, *args, **kwargs)
 
 

@@ -69,7 +69,7 @@ def _build_adapter_operand(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
 
 def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
     """Return the frozen weights as operands of `ops.experts_mlp`; None if the operator does not support them."""
-    if hidden.is_cuda and ops.loaded() is None:
+    if hidden.is_cuda and ops.get_loaded_backend() is None:
         return None  # operators are loaded for training only
     activation = detect_activation(experts)
     gate_up, down = (_build_matrix_operand(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
@@ -96,9 +96,9 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
 
     if layout.dtype != hidden.dtype:
         return None
-    if layout.eight_bit:
+    if layout.is_8bit:
         sections, cell = weight.sections(), None if layout.cell == (1, layout.cols) else layout.cell
-        return replace(ops.ExpertMatrix.eight_bit(sections["codes"], sections["scales"], cell), source=weight)
+        return replace(ops.ExpertMatrix.from_8bit(sections["codes"], sections["scales"], cell), source=weight)
     if layout.groups is not None:
         if layout.cols % layout.groups.group:
             return None

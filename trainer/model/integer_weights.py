@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import LoraSection, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.model.targets import find_layers_to_adapt, resolve_targets
 from trainer.parallel.engine.linear_layers import is_linear
 
@@ -90,7 +90,7 @@ def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None
         )
     if targets is not None and targets.others:
         raise UserError(
-            f"{setting}: quantizes only linear layers; remove lora.target_parameters={shown(lora.target_parameters)}"
+            f"{setting}: quantizes only linear layers; remove lora.target_parameters={to_text(lora.target_parameters)}"
         )
     modules = dict(model.named_modules())
     layers = {path: modules[path] for path in find_layers_to_adapt(model, lora)}

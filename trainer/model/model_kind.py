@@ -61,7 +61,7 @@ def find_output_layer(model: Any) -> Any:
     return getattr(model, "score", None) if head is None else head
 
 
-def auto_class(model_config: Any) -> Any:
+def get_auto_class(model_config: Any) -> Any:
     """Return AutoModelForMultimodalLM for models that also take images or audio, otherwise AutoModelForCausalLM.
 
     A configuration changed by `set_score_head` gets AutoModelForSequenceClassification.
@@ -114,7 +114,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
         raise UserError(
             f"{setting}: {class_name} in config.json does not predict the next token; use a causal language model"
         )
-    auto = auto_class(model_config)
+    auto = get_auto_class(model_config)
     auto_map = getattr(model_config, "auto_map", None)
     if type(model_config) not in auto._model_mapping:
         if not auto_map:

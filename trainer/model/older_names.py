@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.contract.known_versions import replaced, replaces, require
+from trainer.contract.known_versions import patch_attribute, replaces, require
 
 
 @replaces("the conversion of target names")
@@ -20,7 +20,7 @@ def keep_target_names() -> AbstractContextManager[None]:
     """Disable PEFT's translation of target names within the context."""
     import peft.utils.transformers_weight_conversion as conversion
 
-    return replaced(conversion, "convert_peft_config_for_transformers", lambda *args, **kwargs: None, "peft")
+    return patch_attribute(conversion, "convert_peft_config_for_transformers", lambda *args, **kwargs: None, "peft")
 
 
 def find_expert_like_names(model: Any, names: set[str]) -> set[str]:

@@ -30,7 +30,7 @@ from ops import reference
 from ops.eight_bit import STORAGE
 from ops.grouped import Sections, place_sections, view_sections
 from ops.reference import dequantize_blocks, quantize_rows
-from trainer.contract.known_versions import overridden, replaces, require
+from trainer.contract.known_versions import patch_objects, replaces, require
 from trainer.model import mxfp4
 from trainer.model.eight_bit import check_input
 
@@ -59,7 +59,7 @@ class ExpertsLayout:
     """A `GroupedLayout`, if `kind` is `grouped`."""
 
     @property
-    def eight_bit(self) -> bool:
+    def is_8bit(self) -> bool:
         return self.kind in STORAGE
 
     @property
@@ -81,7 +81,7 @@ class ExpertsLayout:
     def sections(self) -> Sections:
         if self.groups is not None:
             return self.groups.sections()
-        if self.eight_bit:
+        if self.is_8bit:
             values = ((self.experts, self.rows, self.cols), STORAGE[self.kind])
             return {"codes": values, "scales": ((self.experts, *self.grid), torch.float32)}
         count = -(-self.rows * self.cols // 2)
@@ -127,7 +127,7 @@ class PackedExperts(nn.Parameter):
         """Quantize and pack one expert's matrix, given in the model's layout. 8-bit formats use one scale per row."""
         layout, sections = self.packing, self.sections()
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
-        if layout.eight_bit:
+        if layout.is_8bit:
             codes, row_scale = quantize_rows(matrix, STORAGE[layout.kind])
             self.put_expert(index, codes, row_scale[:, None])
             return
@@ -153,13 +153,13 @@ class PackedExperts(nn.Parameter):
         sections["codes"][index] = codes
         sections["scales"][index] = scales
 
-    def dequantized(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         layout = self.packing
         if layout.groups is not None:
-            dense = layout.groups.dequantized(self.data, layout.dtype)
+            dense = layout.groups.dequantize(self.data, layout.dtype)
             return dense.mT if layout.transposed else dense
         out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
-        if layout.eight_bit:
+        if layout.is_8bit:
             sections = self.sections()
             compute_by_row = out.mT if layout.transposed else out
             dequantize_blocks(sections["codes"], sections["scales"], layout.cell, layout.dtype, compute_by_row)
@@ -179,7 +179,7 @@ class PackedExperts(nn.Parameter):
         if layout.groups is not None:
             parts = [section[index] for section in sections.values()]
             return reference.dequantize_groups(parts, layout.groups.floats, layout.groups.group, layout.dtype)
-        if layout.eight_bit:
+        if layout.is_8bit:
             return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
@@ -246,8 +246,8 @@ class FrozenLinearGrouped(nn.Linear):
         self.compute_dtype, self.layout = weight.packing.dtype, weight.packing.groups
         self.weight, self.bias = weight, linear.bias
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        return self.layout.dequantized(self.weight.data, dtype)
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return self.layout.dequantize(self.weight.data, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y[..., O] in the dtype of x, computed in the layer's compute dtype."""
@@ -272,5 +272,5 @@ def forward_frozen(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -
 
 
 def _forward_dequantized(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    with overridden(*((module, name, packed.dequantized()) for name, packed in list_packed_tensors(module).items())):
+    with patch_objects(*((module, name, packed.dequantize()) for name, packed in list_packed_tensors(module).items())):
         return forward(*args, **kwargs)

@@ -123,7 +123,7 @@ class RandomTensors:
                 self._packed[f"{path}.{name}{BLOCKS}"] = (count, out, width // MXFP4_BLOCK, MXFP4_BLOCK // 2)
                 self._packed[f"{path}.{name}{SCALES}"] = (count, out, width // MXFP4_BLOCK)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(like.shape) for name, like in self._like.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
@@ -169,11 +169,11 @@ class TensorsWithScore:
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:
         self.stored, self._config = stored, model_config
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {SCORE: (1, self._config.hidden_size)} | self.stored.shapes()
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {SCORE: (1, self._config.hidden_size)} | self.stored.read_shapes()
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        is_new = name == SCORE and name not in self.stored.shapes()
+        is_new = name == SCORE and name not in self.stored.read_shapes()
         return init_score_head(self._config) if is_new else self.stored.read(name, index)
 
 

@@ -264,7 +264,7 @@ def get_last_components(path: str, parts: int = 2) -> str:
 
 
 @contextmanager
-def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
+def scale_adapter_temporarily(model: Any, factor: float) -> Iterator[None]:
     original = [(scaling, dict(scaling)) for scaling in _list_scalings(model)]
     scale_adapter(model, factor)
     try:

@@ -141,7 +141,7 @@ class FourBitFiles:
     def __init__(self, files: SafetensorsFiles, form: FourBitFormat, setting: str) -> None:
         """Find the packed weights. Raises UserError, prefixed with `setting`, if none exists or one is invalid."""
         self._files, self._form, self._setting = files, form, setting
-        self._shapes, self._types = files.shapes(), files.types()
+        self._shapes, self._types = files.read_shapes(), files.read_types()
         self._by_column = form.name in ("GPTQ", "AWQ")
         self._parts = COLUMN_PARTS if self._by_column else PARTS
         codes = f".{self._parts['codes']}"
@@ -162,7 +162,7 @@ class FourBitFiles:
                     "use the 16-bit model"
                 )
 
-    def shapes(self) -> dict[str, Shape]:
+    def read_shapes(self) -> dict[str, Shape]:
         """Return the full-precision shapes by name."""
         return self._plain | {name: (layout.rows, layout.cols) for name, layout in self.layouts.items()}
 
@@ -197,7 +197,7 @@ class FourBitFiles:
         """Copy the stored parts of a parameter into `sections`, one expert at a time if possible."""
         for part, section in sections.items():
             section = section.view(torch.uint8) if section.dtype == torch.float8_e4m3fn else section
-            view = TensorView(self.shapes, partial(self._read_part, part))
+            view = TensorView(self.read_shapes, partial(self._read_part, part))
             for index in range(experts) if experts and stored.by_expert else [None]:
                 if not section.numel():
                     break

@@ -119,10 +119,10 @@ class Fp8Files:
     def __init__(self, files: SafetensorsFiles, form: Fp8Format) -> None:
         """Wrap `files`, which must have passed `check_fp8_shapes`."""
         self._files, self._block = files, form.block or DEFAULT_BLOCK
-        self._shapes = files.shapes()
+        self._shapes = files.read_shapes()
         self._scale_names = find_scales(files)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors except scales."""
         scales = set(self._scale_names.values())
         return {
@@ -163,11 +163,11 @@ class Fp8Files:
 
     def read_codes(self, stored: Stored, index: int | None = None) -> Tensor:
         """Read the stored values (uint8) in the layout of the parameter."""
-        return stored.read(TensorView(self.shapes, self._read_codes), index)
+        return stored.read(TensorView(self.read_shapes, self._read_codes), index)
 
     def read_scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
         """Read one fp32 scale per `block` in the layout of the parameter."""
-        return stored.read(TensorView(self.shapes, partial(self._read_scales, block)), index)
+        return stored.read(TensorView(self.read_shapes, partial(self._read_scales, block)), index)
 
     def _read_codes(self, name: str, index: int | None = None) -> Tensor:
         return self._files.read(name, index).view(torch.uint8)
@@ -195,20 +195,20 @@ class Fp8Files:
 class TensorView:
     """Implements `StoredTensors` with two given functions."""
 
-    shapes: Callable[[], dict[str, tuple[int, ...]]]
+    read_shapes: Callable[[], dict[str, tuple[int, ...]]]
     read: Callable[..., Tensor]
 
 
 def find_scales(files: SafetensorsFiles) -> dict[str, str]:
     """Map the names of FP8 tensors to the names of their scales."""
-    types = files.types()
+    types = files.read_types()
     names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
     return {name: candidates[0] for name, candidates in names.items() if candidates}
 
 
 def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> dict[str, tuple[int, ...]]:
     """Return full-precision shapes by name. Raises UserError for missing or wrong scales, or without FP8 tensors."""
-    shapes, types, scales = files.shapes(), files.types(), find_scales(files)
+    shapes, types, scales = files.read_shapes(), files.read_types(), find_scales(files)
     if not scales and E4M3 not in types.values():
         raise UserError(
             f"{setting}: config.json says FP8, but no tensor is in that format; remove quantization_config from "
@@ -227,7 +227,7 @@ def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> 
                 f"{setting}: {name} is stored in FP8, but {name}{SCALES[0]} is missing; download the model again"
             )
         _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], form.block or DEFAULT_BLOCK)
-    return Fp8Files(files, form).shapes()
+    return Fp8Files(files, form).read_shapes()
 
 
 def _check_grid(

@@ -21,7 +21,7 @@ BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of an MXFP4 t
 class StoredTensors(Protocol):
     """Reads tensors by name, on demand."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
 
     def read(self, name: str, index: int | None = None) -> Tensor:
@@ -100,12 +100,12 @@ class _Shapes:
         return torch.empty(self._shapes[name], device="meta")
 
 
-def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
+def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
     """Map every parameter and persistent buffer of a model on the meta device to its stored tensors.
 
     Tied parameters appear under all of their names. Raises UserError if a parameter is not stored.
     """
-    shapes = files.shapes()
+    shapes = files.read_shapes()
     layout = _find_mxfp4(model, shapes)
     for stored in _find_by_mapping(model, shapes):
         targets = [stored.target] if stored.converter is None else stored.targets(shapes)

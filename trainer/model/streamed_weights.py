@@ -23,7 +23,7 @@ from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
 from trainer.model.four_bit import READ_DIRECTLY, quantize_linear
-from trainer.model.model_kind import auto_class, find_output_layer, has_score, is_mxfp4
+from trainer.model.model_kind import find_output_layer, get_auto_class, has_score, is_mxfp4
 from trainer.model.mxfp4 import MXFP4, strip_quantization
 from trainer.model.packed_experts import (
     GROUPED,
@@ -37,7 +37,7 @@ from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, TensorsWithScore
 from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat
 from trainer.model.stored_fp8 import Block, Fp8Files
-from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
+from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, map_stored_tensors
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
@@ -47,7 +47,7 @@ from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear
 
 
 @replaces("modules and parameters of a model on the meta device")
-def load_streamed(
+def load_model_by_module(
     base_model: str,
     section: ModelSection,
     config: Any,
@@ -66,7 +66,7 @@ def load_streamed(
     4-bit and FP8 weights stay as stored unless `unpack` is set. With `quantization`, stored FP8 layers run their
     matmuls in 8 bits.
     """
-    if quantization is not None and quantization.eight_bit:
+    if quantization is not None and quantization.is_8bit:
         check_fp8_support(quantization.quant_type, device)
         if device.type == "cuda":
             ops.load("auto")  # the forward of the layers needs an operator
@@ -83,11 +83,11 @@ def load_streamed(
         else:
             files = stored if form is None else Fp8Files(stored, form)
         files = TensorsWithScore(files, config) if has_score(config) else files
-    layout = stored_layout(model, files, base_model)
+    layout = map_stored_tensors(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
     # PEFT reads this attribute.
-    model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
-    if quantization is not None and not quantization.eight_bit:
+    model.is_loaded_in_4bit = quantization is not None and not quantization.is_8bit
+    if quantization is not None and not quantization.is_8bit:
         model.config.quantization_config = _build_bnb_config(quantization, dtype)
         model.is_quantized = True
         model.find_quantization_method = "bitsandbytes"
@@ -99,7 +99,7 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(
+        model = get_auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
@@ -206,7 +206,7 @@ class Filler:
             return self._plan_group_packing(experts, stored, transposed=is_transposed_module)
         if fp8 is None and kind is None:
             return {}
-        if kind is not None and not kind.eight_bit:
+        if kind is not None and not kind.is_8bit:
             options: dict[str, Any] = {
                 "block": kind.block_size,
                 "double_quant": kind.double_quant,
@@ -250,7 +250,7 @@ class Filler:
             if stored.is_mxfp4:
                 return _pack(
                     files, stored, build_experts_layout(MXFP4, parameter.shape, dtype, transposed=True), self.device
-                ).dequantized()
+                ).dequantize()
             if parameter.dim() < 3 or not stored.by_expert:
                 return stored.read(files).to(self.device).to(dtype).contiguous()
             value = torch.empty(parameter.shape, dtype=dtype, device=self.device)
@@ -300,7 +300,7 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
         twin = copy.copy(tied)
         twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
         return twin
-    if quantization.eight_bit:
+    if quantization.is_8bit:
         return FrozenLinear8bit.from_linear(linear, quantization.quant_type, dtype)
     return quantize_linear(linear, quantization, compute_dtype=dtype)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import PROJECTORS
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.types import is_pattern
 from trainer.model.expert_layers import USUAL_NAMES, find_expert_modules, find_router_weights
 from trainer.model.expert_targets import (
@@ -104,36 +104,35 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         if matched and not reachable:
             fix = "set vision.train: lora" if lora.image_parts == "none" else "remove it"
             problem = "is outside the language model and receives no text"
-            raise UserError(f"lora.target_modules={shown(name)}: {problem}; {fix}")
+            raise UserError(f"lora.target_modules={to_text(name)}: {problem}; {fix}")
         if not matched & linear:
-            contained = _summarize_names(
+            inner = _summarize_names(
                 path for path in linear if any(path.startswith(f"{parent}.") for parent in reachable)
             )
-            advice = (
-                f"is not a layer, but has layers; use {contained}" if contained else _suggest(name, linear, "layer")
-            )
-            raise UserError(f"lora.target_modules={shown(name)}: {advice}")
+            advice = f"is not a layer, but has layers; use {inner}" if inner else _suggest(name, linear, "layer")
+            raise UserError(f"lora.target_modules={to_text(name)}: {advice}")
         if reachable & linear <= set(untrainable):
             reason = untrainable[min(reachable & linear)]
-            raise UserError(f"lora.target_modules={shown(name)}: cannot be trained ({reason}); use other layers")
+            raise UserError(f"lora.target_modules={to_text(name)}: cannot be trained ({reason}); use other layers")
     # An entry may name an excluded tower, but a name that occurs only inside a tower has no effect.
     excludable = {
         path for path in paths if path in towers or not (outside_text and re.fullmatch(outside_text, path))
     } | {*expert_aliases}
     for name in lora.exclude_modules:
         if not any(re.fullmatch(build_subtree_pattern(name), path) for path in excludable):
-            raise UserError(f"lora.exclude_modules={shown(name)}: {_suggest(name, excludable, 'module')}")
+            raise UserError(f"lora.exclude_modules={to_text(name)}: {_suggest(name, excludable, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(f"lora.modules_to_save={shown(name)}: {_suggest(name, set(paths), 'module')}")
+            raise UserError(f"lora.modules_to_save={to_text(name)}: {_suggest(name, set(paths), 'module')}")
     layers = list(find_layers_to_adapt(model, lora))
     adapted = [*layers, *find_expert_targets(model, lora, outside_text), *find_other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
-                raise UserError(f"lora.{setting}={shown(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
+                raise UserError(f"lora.{setting}={to_text(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
-        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: excludes all layers; remove some entries")
+        problem = "excludes all layers; remove some entries"
+        raise UserError(f"lora.exclude_modules={to_text(lora.exclude_modules)}: {problem}")
     if not adapted and lora.target_modules == ALL_LINEAR:
         reasons = "; ".join(dict.fromkeys(untrainable.values())) or "the model has no linear layer"
         raise UserError(f"lora.target_modules={ALL_LINEAR[0]}: no layer can be adapted ({reasons}); use another model")

@@ -45,10 +45,10 @@ class SafetensorsFiles:
             self._headers |= headers
             self._files |= dict.fromkeys(headers, file)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, (shape, _) in self._headers.items()}
 
-    def types(self) -> dict[str, str]:
+    def read_types(self) -> dict[str, str]:
         """Return the dtypes of all tensors in safetensors' notation (`BF16`, `F8_E4M3`, `U8`)."""
         return {name: kind for name, (_, kind) in self._headers.items()}
 
@@ -65,7 +65,7 @@ class SafetensorsFiles:
 
 def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> None:
     """Raise UserError if a tensor has non-finite values, as stored or after conversion to `dtype`."""
-    for name, kind in files.types().items():
+    for name, kind in files.read_types().items():
         if not kind.startswith(("F", "BF")):
             continue
         stored = files.read(name).float()

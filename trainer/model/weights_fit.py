@@ -31,12 +31,12 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
     """
     form = find_stored_format(model_config)
     if isinstance(form, FourBitFormat):
-        stored = FourBitFiles(files, form, setting).shapes()
+        stored = FourBitFiles(files, form, setting).read_shapes()
     elif form is not None:
         stored = check_fp8_shapes(setting, files, form)
     else:
         _check_types(setting, files)
-        stored = check_mxfp4_shapes(setting, files.shapes(), declared=is_mxfp4(model_config))
+        stored = check_mxfp4_shapes(setting, files.read_shapes(), declared=is_mxfp4(model_config))
     model_config = strip_quantization(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     with suppress_loading_output():
@@ -114,9 +114,9 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
     if scales := find_scales(files):
         first = min(scales, key=_natural_sort_key)
         raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not declare it; {SAME_MODEL_FIX}")
-    for name, kind in sorted(files.types().items(), key=lambda item: _natural_sort_key(item[0])):
+    for name, kind in sorted(files.read_types().items(), key=lambda item: _natural_sort_key(item[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
-        if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
+        if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.read_shapes()[name]) > 1):
             raise UserError(
                 f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike others; use the full-precision model "
                 "it was made from"

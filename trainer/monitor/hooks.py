@@ -59,8 +59,8 @@ class Hook:
         """Return metrics of a finished step; on a GPU, called after the next step is launched."""
         return {}
 
-    def between_steps(self, step: int, settle: Callable[[], None]) -> None:
-        """Called after a step; slow hooks first call `settle`, so that their time does not count as step time."""
+    def between_steps(self, step: int, finish_step: Callable[[], None]) -> None:
+        """Called after a step; slow hooks first call `finish_step`, so that their time does not count as step time."""
 
     def finish(self) -> None:
         """Called after the last step."""
@@ -102,9 +102,9 @@ class Samples(Hook):
     def __init__(self, sample: Callable[[str, int], None], every: int, total_steps: int) -> None:
         self._sample, self._every, self._total_steps = sample, every, total_steps
 
-    def between_steps(self, step: int, settle: Callable[[], None]) -> None:
+    def between_steps(self, step: int, finish_step: Callable[[], None]) -> None:
         if step % self._every == 0 and step != self._total_steps:
-            settle()
+            finish_step()
             self._sample(f"step-{step}", step)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.contract.known_versions import changed, replaces, require
+from trainer.contract.known_versions import build_api_error, replaces, require
 from trainer.parallel.engine.optimizer import AVERAGE_STATE
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace
@@ -86,7 +86,9 @@ def scale_the_loss(engine: Engine) -> None:
         if engine_scales is None and scale != 1.0:
             factor = float(gradient) * engine.gradient_accumulation_steps()
             if not any(isclose(factor, expected, rel_tol=1e-3) for expected in (1.0, scale)):
-                raise changed("deepspeed", f"engine.backward multiplies the loss by {factor:g}, not by 1 or {scale:g}")
+                raise build_api_error(
+                    "deepspeed", f"engine.backward multiplies the loss by {factor:g}, not by 1 or {scale:g}"
+                )
             engine_scales = isclose(factor, scale, rel_tol=1e-3)
         return gradient if engine_scales else gradient * scale
 
@@ -134,7 +136,7 @@ class UpdateGuard:
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
         """Compute a group's norm; DeepSpeed's code returns -1 for NaN and synchronizes with the device twice."""
         if len(self._measured) == self._groups:
-            raise changed("deepspeed", "the optimizer did not update all groups in the last step")
+            raise build_api_error("deepspeed", "the optimizer did not update all groups in the last step")
         norm = compute_gradient_norm(self._zero, gradients)
         self._measured.append(norm)
         return norm
@@ -143,7 +145,9 @@ class UpdateGuard:
         # DeepSpeed measures all groups, then updates them one by one.
         if self._updated == 0:
             if len(self._measured) != self._groups:
-                raise changed("deepspeed", f"`{NORM_METHOD}` ran for {len(self._measured)} of {self._groups} groups")
+                raise build_api_error(
+                    "deepspeed", f"`{NORM_METHOD}` ran for {len(self._measured)} of {self._groups} groups"
+                )
             self._norm = torch.stack(self._measured).square().sum().sqrt()
             self._zero._global_grad_norm = self._norm  # the engine reports this
             _set_clipping(optimizer, self._norm, self._max_grad_norm)
@@ -175,7 +179,7 @@ class AdapterGuard:
     def check(self) -> None:
         """Raise UserError if DeepSpeed did not update every adapter once through this guard in the last step."""
         if self._updated != len(self._limits):
-            raise changed("deepspeed", f"{self._updated} of {len(self._limits)} groups were updated separately")
+            raise build_api_error("deepspeed", f"{self._updated} of {len(self._limits)} groups were updated separately")
         self._updated = 0
 
     def _before_update(self, optimizer: Any, *_: Any) -> None:
@@ -218,4 +222,6 @@ def compute_gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor
 def require_fused_update(optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError if the optimizer does not read the `grad_scale` and `found_inf` of torch's GradScaler."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise changed("torch", f"{type(optimizer).__name__}(fused=True) does not read `grad_scale` and `found_inf`")
+        raise build_api_error(
+            "torch", f"{type(optimizer).__name__}(fused=True) does not read `grad_scale` and `found_inf`"
+        )

@@ -22,7 +22,7 @@ from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
 from trainer.model.packed_experts import FrozenLinearGrouped
-from trainer.parallel.engine.layer_gather.shards import LayerShards, find_layer_shards
+from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards
 from trainer.parallel.engine.linear_layers import is_linear
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
@@ -71,7 +71,7 @@ def fuse(
     """
     chosen = ops.load(backend)
     report, groups = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
-    check_operators(groups, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    check_operators(groups, get_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     for group in groups:
         group.install()
     return report
@@ -142,7 +142,7 @@ class FusedLayer:
         self.adapter: str = layer.active_adapters[0]
         self.base: Any = layer.base_layer
         self.packed = isinstance(self.base, FrozenLinear4bit)
-        self.eight_bit = isinstance(self.base, FrozenLinear8bit)
+        self.is_8bit = isinstance(self.base, FrozenLinear8bit)
         self.grouped = isinstance(self.base, FrozenLinearGrouped)
         self._active: tuple[Any, Any] = (self.adapter, [self.adapter])  # PEFT stores a name or a list
         self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
@@ -166,7 +166,7 @@ class FusedLayer:
     def kind(self) -> tuple[Any, ...]:
         """Properties that layers computed in one call must have in common."""
         packing: Any = self.nf4.layout() if self.packed else self.base.weight.dtype
-        if self.eight_bit:
+        if self.is_8bit:
             packing = packing, self.base.block, self.base.exact
         return type(self.base), packing, self.compute_dtype, self.down.dtype, getattr(self._dropout_module, "p", 0.0)
 
@@ -181,7 +181,7 @@ class FusedLayer:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.base.compute_dtype if self.packed or self.eight_bit or self.grouped else self.base.weight.dtype
+        return self.base.compute_dtype if self.packed or self.is_8bit or self.grouped else self.base.weight.dtype
 
     @property
     def down(self) -> Tensor:
@@ -249,11 +249,11 @@ def compute(
     arguments = ([member.base.bias for member in members], downs, ups, scales, dropout)
     if members[0].packed:
         return ops.nf4_group(x, [member.nf4 for member in members], *arguments)
-    if members[0].eight_bit and members[0].base.exact:
+    if members[0].is_8bit and members[0].base.exact:
         return ops.scaled_group(x, [member.base.scaled for member in members], *arguments)
     if members[0].grouped:
         return ops.grouped_group(x, [(member.base.weight, member.base.layout) for member in members], *arguments)
-    if members[0].eight_bit:
+    if members[0].is_8bit:
         return ops.eight_bit_group(x, [member.base.packed for member in members], *arguments)
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
 
@@ -333,7 +333,7 @@ def _run_plain(members: Sequence[FusedLayer], x: Tensor, downs: list[Tensor], up
         if isinstance(base, FrozenLinear4bit):
             weight = dequantize_weight(weight, base.quant_state, torch.float32)
         elif isinstance(base, FrozenLinear8bit | FrozenLinearGrouped):
-            weight = base.dequantized(torch.float32)
+            weight = base.dequantize(torch.float32)
         bias = None if base.bias is None else base.bias.float()
         frozen = nn.functional.linear(x, weight.detach().float(), bias)
         outputs.append(frozen + member.layer.scaling[member.adapter] * (x @ down.t()) @ up.t())

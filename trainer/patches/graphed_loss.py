@@ -15,7 +15,7 @@ import torch
 from rich.markup import escape
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import overridden, replaces
+from trainer.contract.known_versions import patch_objects, replaces
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import StaticShape, choose_shape, measure_sizes, pad_to_shape
 from trainer.parallel.engine.cuda_graphs import CapturedPass, CaptureError, GraphCapturer, release_workspaces
@@ -217,4 +217,4 @@ def _describe_first_error(error: BaseException) -> str:
 @replaces("the model's forward in a replayed micro-step")
 def replace_forward(module: Any, forward: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replace the module's forward within the block. Its hooks still run."""
-    return overridden((module, "forward", forward))
+    return patch_objects((module, "forward", forward))

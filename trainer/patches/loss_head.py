@@ -22,7 +22,7 @@ from ops.head import (
     sum_token_losses,
     sum_token_losses_from_logits,
 )
-from trainer.contract.known_versions import replaced, replaces, require
+from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import LOAD_BALANCING
@@ -100,7 +100,7 @@ class TokenLoss:
         chosen = to_device(flat[target_positions], device)
         positions_on_device = to_device(target_positions, device) if len(target_positions) != len(flat) else None
         call = partial(self._call_model, model, batch=batch)
-        return self._compute(call, inputs, chosen, positions_on_device, weights, parts)
+        return self._compute_loss(call, inputs, chosen, positions_on_device, weights, parts)
 
     def build_host_inputs(self, batch: MicroBatch, target_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
         """Build inputs and targets [B, K] on the host for `compute_from_inputs`, with K >= `target_positions`."""
@@ -132,7 +132,9 @@ class TokenLoss:
 
         IGNORED targets have a loss of 0.
         """
-        return self._compute(lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None)
+        return self._compute_loss(
+            lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None
+        )
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return additional metrics to log. This loss has none."""
@@ -146,7 +148,7 @@ class TokenLoss:
     def is_observed(self) -> bool:
         return self._head is None or self._factor is not None
 
-    def _compute(
+    def _compute_loss(
         self,
         call: Callable[..., Any],
         inputs: dict[str, Any],
@@ -357,7 +359,7 @@ def mask_balancing_loss(mask: torch.Tensor | None, base: nn.Module) -> Iterator[
     def balance_masked(*args: Any, **kwargs: Any) -> Any:
         return balance(**inspect.signature(balance).bind(*args, **kwargs).arguments | {"attention_mask": mask})
 
-    with replaced(modeling_file, LOAD_BALANCING, balance_masked, "transformers"):
+    with patch_attribute(modeling_file, LOAD_BALANCING, balance_masked, "transformers"):
         yield
 
 

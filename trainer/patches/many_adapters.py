@@ -19,7 +19,7 @@ from trainer.config import UserError
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.parallel.engine.adapter_choice import AdapterChoice
-from trainer.parallel.engine.layer_gather.shards import find_layer_shards
+from trainer.parallel.engine.layer_gather.shards import get_layer_shards
 from trainer.patches.fused_lora import (
     MANY_TOKENS,
     FusedGroup,
@@ -61,7 +61,7 @@ def fuse_many(
     groups: list[FusedGroup] = []
     for paths in report.groups:
         groups += _install([layers[path] for path in paths], choice)
-    check_operators(groups, find_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    check_operators(groups, get_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     return report
 
 

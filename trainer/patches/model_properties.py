@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainer.contract.known_versions import overridden, replaces, require
+from trainer.contract.known_versions import patch_objects, replaces, require
 from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.attention_sinks import has_sinks
@@ -98,7 +98,7 @@ def find_head_problem(model: Any) -> str | None:
         return None
     states = _DecoderOutput((torch.zeros(1, 2, head.in_features),))
     try:
-        with overridden(*((part, "forward", lambda *_, **__: states) for part in below)):
+        with patch_objects(*((part, "forward", lambda *_, **__: states) for part in below)):
             factor = measure_head_factor(base, head, torch.zeros(1, 2, dtype=torch.long))
     except _UNKNOWN:
         return None

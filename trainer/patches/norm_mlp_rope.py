@@ -5,7 +5,7 @@ weights and dummy projections. If its values and gradients differ from our opera
 the module keeps its own forward, and the reason is printed.
 
 With `recompute`, a result carries the function that recomputes it. The adapted layers that read the result keep this
-function instead of it (`ops.elementwise.recomputing`).
+function instead of it (`ops.elementwise.recompute_instead_of_saving`).
 """
 
 import copy
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.elementwise import gelu_mul, recomputing, rms_norm, rope, silu_mul
+from ops.elementwise import gelu_mul, recompute_instead_of_saving, rms_norm, rope, silu_mul
 from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.partitioned import get_full_shape
 from trainer.patches.replace import replace
@@ -137,7 +137,7 @@ def install_input_recomputation(model: nn.Module, exclude: Sequence[nn.Module] =
 
 def _forward_recomputing(forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     recompute = getattr(x, _RECOMPUTE, None)
-    with recomputing(x, recompute) if recompute else nullcontext():
+    with recompute_instead_of_saving(x, recompute) if recompute else nullcontext():
         return forward(x, *args, **kwargs)
 
 

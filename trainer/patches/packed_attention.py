@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.config import ModelSection, UserError
-from trainer.contract.known_versions import replaced, replaces, require
+from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.data.batches import SequencePart
 from trainer.model.model_kind import supports_sdpa
 from trainer.model.targets import find_non_text_modules
@@ -178,7 +178,7 @@ def mask_padding(model: Any) -> Iterator[None]:
         for config in configs.values():
             if getattr(config, "_attn_implementation", None) == VARLEN:
                 # The public setter would also change the attention of vision towers.
-                stack.enter_context(replaced(config, "_attn_implementation_internal", attention, "transformers"))
+                stack.enter_context(patch_attribute(config, "_attn_implementation_internal", attention, "transformers"))
         yield
 
 

@@ -81,19 +81,19 @@ class PerDocumentForward:
         try:
             if self.by_kernels:
                 try:
-                    return self._compute_row(documents, args, kwargs)
+                    return self._forward_as_row(documents, args, kwargs)
                 except ValueError:  # raised by transformers for bounds without the kernels' packages
                     self.by_kernels = False
-            return self._compute_batches(documents, args, kwargs)
+            return self._forward_as_batches(documents, args, kwargs)
         finally:
             _DOCUMENTS.reset(token)
 
-    def _compute_row(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
+    def _forward_as_row(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
         shape = documents.shape
         args, kwargs = _select((args, kwargs), shape, None)
         return _join([self._forward(*args, **kwargs, **documents.bounds)], [(1, shape.numel())], shape)
 
-    def _compute_batches(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
+    def _forward_as_batches(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
         results = []
         for index in documents.groups:
             batch_args, batch_kwargs = _select((args, kwargs), documents.shape, index)

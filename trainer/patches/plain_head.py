@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ops.head import TrainedRows
-from trainer.contract.known_versions import overridden, replaces
+from trainer.contract.known_versions import patch_objects, replaces
 from trainer.parallel.engine.partitioned import is_partitioned
 
 
@@ -71,4 +71,4 @@ _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
 @replaces("the forward of the output head")
 def replace_head(head: nn.Module | None, forward: Any) -> AbstractContextManager[None]:
     """Replace the head's forward within the block; hooks, which may gather the head's weight, still run."""
-    return nullcontext() if head is None else overridden((head, "forward", forward))
+    return nullcontext() if head is None else patch_objects((head, "forward", forward))

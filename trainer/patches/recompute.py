@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
-from trainer.contract.known_versions import changed, replaces
+from trainer.contract.known_versions import build_api_error, replaces
 from trainer.model.reached_layers import find_decoder_layers
 from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear
 from trainer.parallel.ranks import process_state
@@ -64,7 +64,9 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:
-        raise changed("transformers", "no layer has `_gradient_checkpointing_func` with gradient checkpointing on")
+        raise build_api_error(
+            "transformers", "no layer has `_gradient_checkpointing_func` with gradient checkpointing on"
+        )
     for layer in layers:
         replace(layer, "_gradient_checkpointing_func", run)
     which = "every layer"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import overridden, replaces
+from trainer.contract.known_versions import patch_objects, replaces
 from trainer.patches.norm_mlp_rope import is_gated_mlp
 from trainer.patches.replace import replace
 
@@ -108,7 +108,7 @@ class _TiledMlp(torch.autograd.Function):
         # Modules read leaf copies of their weights, to keep a tile's gradients out of the graph.
         leaves = [tensor.detach().requires_grad_() for *_, tensor in trained]
         copies = [(module, name, leaf) for (module, name, _), leaf in zip(trained, leaves, strict=True)]
-        with overridden(*copies), torch.enable_grad():
+        with patch_objects(*copies), torch.enable_grad():
             for piece, output_grad, input_grad in pieces:
                 leaf = piece.detach().requires_grad_()
                 result = ctx.compute(leaf)

@@ -139,7 +139,7 @@ class Steering:
         A collective call, once per step between the last micro-step's forward and backward. The penalty is the mean
         over the ranks, which the engine's gradient averaging computes.
         """
-        self.settle()
+        self.apply_pending_measurement()
         if self.divergence is not None:
             penalty = self.divergence.penalty(step, self.lambda_)
             self._measured = self.divergence.get_local_sum()
@@ -189,7 +189,7 @@ class Steering:
             memory_mb = torch.cuda.memory_allocated(device) / MIB
         self._pending = _PendingMeasurement(step, sums, copied, memory_mb)
 
-    def settle(self) -> None:
+    def apply_pending_measurement(self) -> None:
         """Apply a pending measurement to lambda. `penalty` calls this; calling it earlier has the same effect."""
         if self._pending is None:
             return
@@ -230,7 +230,7 @@ class Steering:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the `scu/*` metrics of the last applied measurement: the previous step's unless `settle` ran."""
+        """Return the `scu/*` metrics of the last applied measurement: the previous step's while one is pending."""
         values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":
             values["scu/target"] = self.law.target
@@ -265,7 +265,7 @@ class Steering:
         return notes
 
     def write_files(self, run_dir: Path) -> None:
-        """Write scu_config.json, scu_metrics.json and scu_history.json; on rank 0, after a final `settle`."""
+        """Write scu_config.json, scu_metrics.json and scu_history.json; on rank 0, when no measurement is pending."""
         config = self.section.model_dump(mode="json") | {"target": self.law.target, "tokens": self.tokens}
         config["total_updates"] = self.law.total_updates
         if self.fitted is not None:

@@ -12,7 +12,7 @@ from trainer.config import RunConfig
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
-from trainer.model.saved_adapter import scale_adapter, scaled_adapter
+from trainer.model.saved_adapter import scale_adapter, scale_adapter_temporarily
 from trainer.parallel.engine.optimizer import compute_rates
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
@@ -113,7 +113,7 @@ def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], No
         return 1.0
 
     def kl_bits(factor: float) -> float:
-        with scaled_adapter(model, factor):
+        with scale_adapter_temporarily(model, factor):
             return held_out.measure_all()
 
     model.eval()

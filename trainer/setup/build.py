@@ -45,7 +45,7 @@ from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, create_shard_group, gather_objects, list_groups, set_seed
+from trainer.parallel.ranks.group import Ranks, create_shard_group, gather_objects, list_shard_groups, set_seed
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.deepspeed_workarounds import AdapterGuard
@@ -133,7 +133,7 @@ class Builder:
         if flat is not None:
             flat.repoint()
         with phase("first passes"):
-            self._task.check(engine, loss, varlen=decisions.attention.value == VARLEN)
+            self._task.check_trainable(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
 
     def build_schedule(self, engine: Engine, total_steps: int) -> Any:
@@ -208,7 +208,7 @@ class Builder:
         hosts = gather_objects(get_host_name())
         group = create_shard_group(zero.shard_within, hosts)
         # Use the largest group, as all ranks read the weights together: a rank may be the only one on its host.
-        largest = max(map(len, list_groups(zero.shard_within, hosts)))
+        largest = max(map(len, list_shard_groups(zero.shard_within, hosts)))
         if largest == 1 and not zero.offload_parameters:
             return None
         return LayerShards(

@@ -10,7 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import format_count, printable
+from trainer.config.errors import format_count, sanitize
 from trainer.config.types import AUTO
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.batches import Batches
@@ -20,7 +20,7 @@ from trainer.data.image_parts import decode_image, read_stored
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
-from trainer.data.step_count import compute_steps_per_epoch, count_steps, global_batch, resolve_global_batch
+from trainer.data.step_count import compute_global_batch, compute_steps_per_epoch, count_steps, resolve_global_batch
 from trainer.setup.text_run import read_data
 from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.prepare import prepare_image_run
@@ -79,7 +79,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             label = f"sample {index}" + (f", document {number + 1}" if number else "")
             console.print(
-                f"{label} ({len(document.input_ids)} tokens): {printable(text)[:SHOWN_CHARACTERS]}",
+                f"{label} ({len(document.input_ids)} tokens): {sanitize(text)[:SHOWN_CHARACTERS]}",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 
@@ -92,7 +92,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
         raise UserError("training.batch_size=auto: is chosen when the run starts; use the run's training_config.json")
     if (last := count_steps(training, samples, ranks)) is not None and step > last:
         raise UserError(f"--step {step}: the run has only {last:,} steps; use 1 to {last}")
-    size = global_batch(training, ranks)
+    size = compute_global_batch(training, ranks)
     epoch, in_epoch = divmod(step - 1, compute_steps_per_epoch(samples, size))
     return epoch, in_epoch * size, size
 

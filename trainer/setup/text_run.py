@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import read_initial_adapter
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.needs import find_other_task_settings
 from trainer.data.cache import PreparedData, prepare_data, prepare_reference
 from trainer.data.conversations import load_chat_template
@@ -21,7 +21,7 @@ from trainer.model.adapter import check_added_tokens, list_bias_warnings, load_i
 from trainer.model.base import (
     build_empty_model,
     check_weights,
-    context_length,
+    get_context_length,
     has_rotary_positions,
     load_model_config,
     load_tokenizer,
@@ -89,7 +89,7 @@ def check_no_image_settings(config: RunConfig) -> None:
     """Raise UserError for settings of image models in a run on a language model."""
     for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
-            f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is not "
+            f"{setting.name}={to_text(setting.value)}: is for image models, and base_model={config.base_model} is not "
             f"one (it has no {INDEX}); remove the setting"
         )
 
@@ -114,7 +114,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
         for name, value in (*((f"vision.{name}", value) for name, value in config.vision), *pixels):
             if value not in ("none", False, None):
                 problem = "has no effect, because no record has an image; remove the setting"
-                raise UserError(f"{name}={shown(value)}: {problem}")
+                raise UserError(f"{name}={to_text(value)}: {problem}")
         return
     fixes: dict[str, tuple[Any, ...]] = {
         "parallel.sequence": (config.parallel.sequence, 1),
@@ -133,7 +133,7 @@ def read_model_files(config: RunConfig) -> Prepared:
     check_kind(config.base_model, model_config, all_trained=is_full, may_score=config.model.has_score)
     check_settings_fit(config, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
-    longest = context_length(model_config)
+    longest = get_context_length(model_config)
     tokenizer = _read_tokenizer(config)
     empty = build_empty_model(model_config, config.model)
     check_attention_supported(config.model, empty)
@@ -190,7 +190,7 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
 def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
     """Build a planner for a run that has not been prepared. Return it with notes on its assumptions."""
     model_config, note = read_model_config(config)
-    config = config.fit_max_length(context_length(model_config))
+    config = config.fit_max_length(get_context_length(model_config))
     prepared, reason = Prepared(None, model_config, None), ""
     try:
         prepared = read_data(config)
@@ -211,7 +211,7 @@ def read_data(config: RunConfig) -> Prepared:
     """Read the tokenizer and the data of a run, without checking its model."""
     tokenizer, model_config = _read_tokenizer(config), load_model_config(config.base_model, config.model)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
-    longest = context_length(model_config)
+    longest = get_context_length(model_config)
     files = Prepared(tokenizer, model_config, None, longest=longest, images=images)
     return replace(files, data=tokenize(config.fit_max_length(longest), files))
 

@@ -134,7 +134,7 @@ class LanguageTask(Task):
         kind = LossKind(training.loss, getattr(training, parameter) if parameter else 0.0)
         return TokenLoss(model, fused=fused_head, say=self._say, balance=training.router_aux_loss, kind=kind)
 
-    def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
+    def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token attends to a later one or to another packed document; cache image features."""
         config, device = self._config, self._device
         check_causal(loss, engine.module, self._any_token, device, config.base_model)

@@ -22,7 +22,7 @@ import torch
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection, check_task_names
-from trainer.contract.known_versions import replaced, replaces
+from trainer.contract.known_versions import patch_attribute, replaces
 from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects
 from trainer.parallel.ranks.progress import phase
 
@@ -155,7 +155,7 @@ def _hide_progress() -> Any:
 
     show = tqdm.__init__
     hide = lambda *arguments, **options: show(*arguments, **options | {"disable": True})  # noqa: E731
-    return nullcontext() if sys.stderr.isatty() else replaced(tqdm, "__init__", hide, "lm_eval")
+    return nullcontext() if sys.stderr.isatty() else patch_attribute(tqdm, "__init__", hide, "lm_eval")
 
 
 @contextmanager
@@ -196,4 +196,4 @@ def _share_batches(ranks: Ranks) -> Any:
             results = {position: result for part in gather_objects(pairs) for position, result in part}
             return [results[position] for position in range(self._size)]
 
-    return replaced(huggingface, "Collator", SharedBatches, "lm_eval")
+    return patch_attribute(huggingface, "Collator", SharedBatches, "lm_eval")

@@ -348,9 +348,9 @@ class PreferenceTask(LanguageTask):
             examples.setdefault(label, replace(answer, trained=[float(weight > 0) for weight in answer.trained]))
         return list(examples.items())
 
-    def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
+    def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check the attention of the model, share prompts, and cache the reference, as configured."""
-        super().check(engine, loss, varlen=varlen)
+        super().check_trainable(engine, loss, varlen=varlen)
         assert isinstance(loss, PreferenceLoss)
         self.shares_prompts = self._share_prompts(engine, loss)
         self.flat_packs = self.flat_packs or self.shares_prompts

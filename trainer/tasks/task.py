@@ -85,7 +85,7 @@ class Task(Protocol):
     def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
         """Build the loss of this model, before the engine starts."""
 
-    def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
+    def check_trainable(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
         """Check the running model before the first step. Raises UserError if it cannot be trained as configured."""
         return None
 

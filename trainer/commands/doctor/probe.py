@@ -37,7 +37,7 @@ def check_torch() -> Iterator[Check]:
 def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
     """Check nvcc, and whether the fused operators are built or can be built."""
     from ops.builder import LoraOpBuilder
-    from ops.prebuilt import cache_folder
+    from ops.prebuilt import get_cache_folder
     from ops.toolkit import BuildError
 
     backend = "auto" if config is None else config.ops.backend
@@ -64,7 +64,7 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
     yield Check(
         "operators",
         "OK",
-        f"will be compiled into {cache_folder()} at the first start; to compile now: zerolora ops build",
+        f"will be compiled into {get_cache_folder()} at the first start; to compile now: zerolora ops build",
     )
 
 

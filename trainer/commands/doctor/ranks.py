@@ -28,7 +28,7 @@ from trainer.parallel.ranks.group import (
     form_process_group,
     gather_objects,
     leave_process_group,
-    list_groups,
+    list_shard_groups,
     wait_for_device,
 )
 
@@ -136,7 +136,7 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
     if config.zero.stage != 3:
         return
     try:
-        groups = list_groups("host" if within == "auto" else within, hosts)
+        groups = list_shard_groups("host" if within == "auto" else within, hosts)
     except UserError as error:
         yield Check(name, "FAIL", str(error), "see the message")
         return

@@ -126,7 +126,7 @@ def render_chart(chart: Chart) -> str:
     if not is_logarithmic:
         bounds = [bound for bound in (chart.low, chart.high, *(chart.band or ())) if bound is not None]
         low, high = min([low, *bounds]), max([high, *bounds])
-    marks = _list_powers_of_ten(low, high) if is_logarithmic else _choose_round_marks(low, high)
+    marks = _list_powers_of_ten(low, high) if is_logarithmic else _choose_ticks(low, high)
     bottom, top = min(low, marks[0]), max(high, marks[-1])
     first, last = float(steps.min()), float(steps.max())
 
@@ -143,7 +143,7 @@ def render_chart(chart: Chart) -> str:
             return None, "", step, value  # a gap
         return f"{SIDE * x_fraction(step):.1f}", f"{SIDE * y_fraction(value):.1f}", step, value
 
-    ticks = [mark for mark in _choose_round_marks(first, last, integral=True) if first <= mark <= last]
+    ticks = [mark for mark in _choose_ticks(first, last, integral=True) if first <= mark <= last]
     return render_template(
         "chart.html.jinja",
         chart=chart,
@@ -179,7 +179,7 @@ def _thin_out(line: Series) -> tuple[list[float], list[float]]:
     return line.steps[order].tolist(), line.values[order].tolist()
 
 
-def _choose_round_marks(low: float, high: float, *, integral: bool = False) -> list[float]:
+def _choose_ticks(low: float, high: float, *, integral: bool = False) -> list[float]:
     """Return evenly spaced round numbers that include or enclose `low` and `high`."""
     span = (high - low) or abs(high) or 1.0
     rough = span / TICKS

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import printable
+from trainer.config.errors import sanitize
 from trainer.config.files import Seconds, UnreadableFileError, read_json
 from trainer.config.yaml_core import dump
 from trainer.contract.json_records import Record
@@ -91,7 +91,7 @@ def read_warnings(run_dir: Path, records: list[Record]) -> list[str]:
         if header and time.mktime(time.strptime(header[1], "%Y-%m-%d %H:%M:%S")) <= first:
             warnings = []  # from an earlier run in the folder
         if line.startswith(WARNING):
-            warnings.append(printable(line.removeprefix(WARNING)))
+            warnings.append(sanitize(line.removeprefix(WARNING)))
     return list(dict.fromkeys(warnings))
 
 

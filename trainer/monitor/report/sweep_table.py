@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.config import CommandParser, UserError, reports_errors
-from trainer.config.errors import printable
+from trainer.config.errors import sanitize
 from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.curves import Series, extract_series
@@ -67,7 +67,7 @@ def show(console: Console, runs: list[RunResult]) -> None:
     table = Table("", "run", criterion, "step", "", box=None, pad_edge=False)
     for number, run in enumerate(runs, start=1):
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
-        name = escape(printable(run.folder.name))
+        name = escape(sanitize(run.folder.name))
         table.add_row(str(number) if run.loss is not None else "", name, loss, str(run.step), run.state)
     console.print(table)
 

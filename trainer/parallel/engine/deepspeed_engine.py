@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
-from trainer.config.errors import describe_problem, shown
-from trainer.contract.known_versions import replaced, replaces, require
+from trainer.config.errors import describe_problem, to_text
+from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
-from trainer.parallel.engine.layer_gather.shards import find_layer_shards
+from trainer.parallel.engine.layer_gather.shards import get_layer_shards
 from trainer.parallel.engine.layer_gather.unit import Waiting
 from trainer.parallel.engine.partitioned import get_full_size, require_own_values_kept, require_partitioned
 from trainer.parallel.engine.protocol import Engine
@@ -125,7 +125,8 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
             f"zero.extra: DeepSpeed rejects {key}={first['input']}: {describe_problem(first)}; change it"
         ) from None
     except Exception as error:  # any type: DeepSpeed's sections raise different ones
-        raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed rejects it: {error}; change or remove it") from None
+        problem = f"DeepSpeed rejects it: {error}; change or remove it"
+        raise UserError(f"zero.extra={to_text(zero.extra)}: {problem}") from None
 
 
 @contextmanager
@@ -150,10 +151,10 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     elements = sum(map(get_full_size, trainable))
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
-    if find_layer_shards(model) is not None:
+    if get_layer_shards(model) is not None:
         require_own_values_kept()
     compute = next((DTYPES[name] for name in ("bf16", "fp16") if name in config), torch.float32)
-    no_compiler = replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
+    no_compiler = patch_attribute(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
     with keep_frozen_dtypes(model, compute), no_compiler:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
@@ -179,11 +180,11 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)
-    shards = find_layer_shards(engine.module)
+    shards = get_layer_shards(engine.module)
     if shards is not None:
-        shards.time_waits(watch.waiting)
+        shards.time_waits(watch.exclude_wait)
     elif engine.zero_optimization_stage() == 3:
-        _time_fetches(engine, watch.waiting)
+        _time_fetches(engine, watch.exclude_wait)
     return watch
 
 

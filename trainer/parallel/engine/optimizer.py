@@ -9,7 +9,7 @@ import torch
 
 from trainer.config import OPTIMIZERS, LoraSection, TrainingSection, UserError
 from trainer.contract.known_versions import require
-from trainer.data.step_count import warmup_steps
+from trainer.data.step_count import compute_warmup_steps
 from trainer.parallel.engine.flat_adapter import FLAT, UP
 from trainer.parallel.engine.partitioned import get_full_shape
 from trainer.parallel.engine.protocol import Engine
@@ -69,7 +69,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, training: TrainingSection, 
     from transformers import get_scheduler
 
     kwargs: dict[str, Any] = {}
-    warmup = warmup_steps(training, total_steps)
+    warmup = compute_warmup_steps(training, total_steps)
     if training.lr_scheduler == "cosine_with_min_lr":
         kwargs["min_lr_rate"] = training.min_lr_ratio
     elif training.lr_scheduler == "cosine_with_restarts":

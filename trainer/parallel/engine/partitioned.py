@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.contract.known_versions import changed, require
+from trainer.contract.known_versions import build_api_error, require
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -43,7 +43,7 @@ def get_partition_group(parameter: Tensor) -> Any:
 def require_partitioned(parameters: Iterable[Tensor]) -> None:
     """Raise UserError unless stage 3 has marked all parameters, as shards would otherwise look like full parameters."""
     if not all(map(is_partitioned, parameters)):
-        raise changed("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
+        raise build_api_error("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
 
 
 def keep_own_values(parameter: Tensor) -> None:
@@ -57,4 +57,4 @@ def require_own_values_kept() -> None:
 
     broadcast = require(DeepSpeedEngine, "_broadcast_model", "deepspeed")
     if "ds_optim_param" not in inspect.getsource(broadcast):
-        raise changed("deepspeed", "its broadcast of the model does not skip weights marked `ds_optim_param`")
+        raise build_api_error("deepspeed", "its broadcast of the model does not skip weights marked `ds_optim_param`")

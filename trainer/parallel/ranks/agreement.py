@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainer.config import UserError
 from trainer.contract.folder_lock import can_see_lock
 from trainer.contract.home import CHECKOUT
-from trainer.contract.known_versions import installed_version, read_package_versions
+from trainer.contract.known_versions import get_installed_version, read_package_versions
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks, explain_taken_port, set_rendezvous_variables
 from trainer.parallel.ranks.progress import WAITING_PHASE, phase
@@ -145,7 +145,7 @@ def compute_code_version() -> str:
     for package in PACKAGES:
         for path in sorted((CHECKOUT / package).rglob("*.py")):
             digest.update(str(path.relative_to(CHECKOUT)).encode() + b"\0" + path.read_bytes())
-    return f"{installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
+    return f"{get_installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
 
 
 def find_differences(reports: Sequence[Report]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
-from trainer.contract.known_versions import replaced, replaces, require
+from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.contract.rendezvous import (
     FAMILIES,
     OPEN_MPI,
@@ -114,7 +114,7 @@ def skip_shm_build() -> AbstractContextManager[None]:
     Python. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
     """
     backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
-    return replaced(backend, "build_shm_op", lambda: None, "deepspeed")
+    return patch_attribute(backend, "build_shm_op", lambda: None, "deepspeed")
 
 
 def explain_taken_port(error: dist.DistNetworkError) -> Exception:
@@ -239,7 +239,7 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
+def list_shard_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each group that holds a copy of the frozen base model (zero.shard_within).
 
     `hosts` is the host of each rank, and `auto` means one group of all ranks. Raises UserError if the ranks cannot be
@@ -263,7 +263,7 @@ def list_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
 
 def create_shard_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
     """Create the process groups and return this rank's group, or None if there is only one; a collective call."""
-    groups = list_groups(within, hosts)
+    groups = list_shard_groups(within, hosts)
     if len(groups) == 1:
         return None
     formed = [(ranks, dist.new_group(ranks)) for ranks in groups]

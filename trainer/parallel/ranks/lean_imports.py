@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from trainer.contract.known_versions import replaced, replaces
+from trainer.contract.known_versions import patch_attribute, replaces
 
 COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
 _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")
@@ -71,13 +71,13 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 def _compile_lazily() -> AbstractContextManager[None]:
     import torch
 
-    return replaced(torch, "compile", partial(_compile_at_first_call, torch.compile), "torch")
+    return patch_attribute(torch, "compile", partial(_compile_at_first_call, torch.compile), "torch")
 
 
 def _patch_availability_check(checked: str, package: str) -> AbstractContextManager[None]:
     module, name = sys.modules[checked], f"is_{package}_available"
     is_installed = getattr(module, name)
-    return replaced(module, name, lambda: package in sys.modules and is_installed(), "transformers")
+    return patch_attribute(module, name, lambda: package in sys.modules and is_installed(), "transformers")
 
 
 @replaces("`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported")

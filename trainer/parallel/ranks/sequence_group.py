@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.config import UserError, ZeroSection
 from trainer.config.errors import format_count
 from trainer.data.batches import SequencePart
-from trainer.parallel.ranks.group import Ranks, list_groups
+from trainer.parallel.ranks.group import Ranks, list_shard_groups
 
 
 def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
@@ -30,7 +30,7 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
             f"use {' or '.join(map(str, divisors))}, or another number of ranks"
         )
     if zero.stage == 3:
-        list_groups(zero.shard_within, [""] * world_size)
+        list_shard_groups(zero.shard_within, [""] * world_size)
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:

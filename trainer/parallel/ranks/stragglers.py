@@ -49,7 +49,7 @@ class StragglerWatch:
             self._is_own = False
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def exclude_wait(self) -> Iterator[None]:
         """Subtract the block, a wait for other ranks, from this rank's own time; only within `time_own_work`."""
         with self._time_block(-1.0) if self._is_own else nullcontext():
             yield

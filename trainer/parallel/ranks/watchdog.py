@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from trainer.config.errors import printable
+from trainer.config.errors import sanitize
 from trainer.config.training_sections import FIRST_STEP_FACTOR
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, STACK_MARK, Hang, Heartbeat, HeartbeatFolder
@@ -225,7 +225,7 @@ class Watchdog:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         print(f"hang: {verdict.text}", file=sys.stderr, flush=True)
         if first:
-            os.write(self._screen, f"error: {printable(verdict.text)}\n".encode())
+            os.write(self._screen, f"error: {sanitize(verdict.text)}\n".encode())
             # A launcher terminates all ranks once the first exits, but the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
         self._folder.publish(replace(self._build_heartbeat(), exit_code=EXIT_FAILED))

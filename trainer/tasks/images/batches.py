@@ -24,7 +24,7 @@ _EVALUATION, _PRIOR, _TRAINING = 1, 2, 3
 
 
 @dataclass(frozen=True)
-class Group:
+class SizeGroup:
     """Images of one size as fp32 tensors on the host."""
 
     latents: Tensor
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    groups: tuple[Group, ...]
+    groups: tuple[SizeGroup, ...]
     tokens: int
     """Number of images."""
     target_count: int
@@ -220,9 +220,9 @@ def collate(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
     return ImageBatch(tuple(stacked), tokens=sum(row.weight > 0 for row in rows), target_count=count)
 
 
-def _stack(rows: Sequence[_Row]) -> Group:
+def _stack(rows: Sequence[_Row]) -> SizeGroup:
     conditions = [row.samples.store.conditions(row.caption) | {SIZES: build_size_conditions(row.entry)} for row in rows]
-    return Group(
+    return SizeGroup(
         torch.stack([row.latents for row in rows]),
         torch.stack([row.noise for row in rows]),
         torch.tensor([row.time for row in rows], dtype=torch.float64),

@@ -22,7 +22,7 @@ from trainer.data.grouping import count_held_out, repeat_by_weight
 from trainer.tasks.images.encoding import IMAGES_PER_FILE, describe_truncated_captions, encode
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.images.sizes import Fit, fit_to_bucket, list_bucket_sizes
+from trainer.tasks.images.sizes import ResizeAndCrop, fit_to_bucket, list_bucket_sizes
 from trainer.tasks.images.source_images import SourceImage, read_images
 
 CACHE_FORMAT = 4
@@ -125,7 +125,7 @@ class _Plan:
     images: list[SourceImage]
     parts: dict[str, list[int]]
     """{train, evaluation or prior: indices of images in order}."""
-    fits: list[Fit]
+    fits: list[ResizeAndCrop]
     captions: list[str]
     skipped: list[str]
     """A message for each kind of skipped file."""

@@ -16,7 +16,7 @@ from torch.nn.functional import pixel_unshuffle
 from trainer.contract.whole_files import apply_umask
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
-from trainer.tasks.images.sizes import Fit
+from trainer.tasks.images.sizes import ResizeAndCrop
 from trainer.tasks.images.source_images import SourceImage
 
 IMAGES_PER_FILE = 512
@@ -28,7 +28,7 @@ LOG_EVERY = 100
 def encode(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
-    fits: Sequence[Fit],
+    fits: Sequence[ResizeAndCrop],
     captions: Sequence[str],
     folder: Path,
     *,
@@ -62,7 +62,7 @@ def _encode_captions(
         for index, caption in enumerate(captions):
             yield index, build_random_conditions(pipeline, caption)
         return
-    encoder = pipeline.load_encoder(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    encoder = pipeline.load_encoder_pipeline(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     for start in range(0, len(captions), CAPTIONS_AT_ONCE):
         part = captions[start : start + CAPTIONS_AT_ONCE]
         encoded = pipeline.family.encode(encoder, part, device)
@@ -77,7 +77,7 @@ def _encode_captions(
 def _encode_images(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
-    fits: Sequence[Fit],
+    fits: Sequence[ResizeAndCrop],
     device: torch.device,
     *,
     flip: bool,
@@ -102,7 +102,7 @@ def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
     assert pipeline.folder is not None
     folder = pipeline.folder / "vae"
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_class_name", "AutoencoderKL")
-    with pipeline.reading("its VAE"):
+    with pipeline.convert_read_errors("its VAE"):
         vae = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         vae.to("cpu")  # raises if weights are missing from the files and thus still on the meta device
     return vae.to(device).eval()
@@ -158,7 +158,7 @@ def describe_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> 
         part = name.replace("text_encoder", "tokenizer")
         if None in components.get(part, [None]):
             continue
-        with pipeline.reading(f"its {part}"):
+        with pipeline.convert_read_errors(f"its {part}"):
             tokenizer: Any = getattr(transformers, components[part][1]).from_pretrained(pipeline.folder / part)
         is_clip = components[part][1].startswith("CLIP")
         limit = tokenizer.model_max_length if is_clip else encode.parameters["max_sequence_length"].default

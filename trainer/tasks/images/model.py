@@ -19,10 +19,10 @@ ATTENTION = ("attn", "attn1")
 """Names of a transformer block's first attention module in diffusers."""
 
 
-class ModelSettings(SimpleNamespace):
+class ModelConfigStub(SimpleNamespace):
     """Holds the parts of a transformers configuration that other code reads."""
 
-    def get_text_config(self) -> "ModelSettings":
+    def get_text_config(self) -> "ModelConfigStub":
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class ImageModel(nn.Module):
         self.pipeline, self.family = pipeline, family
         self.name_or_path = pipeline.denoiser_folder
         dropout = getattr(denoiser.config, "dropout", 0.0) or 0.0
-        self.config = ModelSettings(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
+        self.config = ModelConfigStub(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
         self.add_module(family.denoiser, denoiser)
 
     def build_empty(self) -> "ImageModel":
@@ -133,7 +133,7 @@ def load_image_model(
     Filler(model, files, _map_stored_tensors(model, files, pipeline), dtype, device, quantization).fill(
         deepspeed_config, shards
     )
-    vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.eight_bit
+    vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.is_8bit
     return model
 
 
@@ -143,7 +143,7 @@ def _open_files(pipeline: Pipeline, section: ModelSection) -> SafetensorsFiles:
 
 def _map_stored_tensors(model: ImageModel, files: Any, pipeline: Pipeline) -> dict[str, Any]:
     """Map all parameters and buffers to tensors in files. Raises UserError for missing tensors and wrong shapes."""
-    shapes, parameters = files.shapes(), dict(model.named_parameters())
+    shapes, parameters = files.read_shapes(), dict(model.named_parameters())
     # Files only contain the denoiser, with names relative to it.
     prefix = "" if pipeline.folder is None else f"{pipeline.family.denoiser}."
     stored = {name: name.removeprefix(prefix) for name in (*parameters, *dict(model.named_buffers()))}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.config import ImageSection
 from trainer.patches.loss_head import to_device
-from trainer.tasks.images.batches import SIZES, Group, ImageBatch
+from trainer.tasks.images.batches import SIZES, ImageBatch, SizeGroup
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.task import StepLoss
 
@@ -87,7 +87,7 @@ class NoiseLoss(StepLoss):
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
         return torch.stack([self._compute_group_loss(model, group, device) for group in batch.groups]).sum()
 
-    def _compute_group_loss(self, model: Any, group: Group, device: torch.device) -> Tensor:
+    def _compute_group_loss(self, model: Any, group: SizeGroup, device: torch.device) -> Tensor:
         latents, noise, times = (to_device(value, device) for value in (group.latents, group.noise, group.times))
         noised = self._objective.add_noise(latents, noise, times)
         conditions = {name: to_device(value, device) for name, value in group.conditions.items()}

@@ -113,10 +113,10 @@ class Pipeline:
             changes = {"shift": image.time_shift, "use_dynamic_shifting": False}
         if not self.family.flow and image.prediction != "auto":
             changes = {"prediction_type": image.prediction}
-        with self.reading("its scheduler"):
+        with self.convert_read_errors("its scheduler"):
             return kind.from_config(self.scheduler_settings, **changes)
 
-    def load_encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
+    def load_encoder_pipeline(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
         """Load diffusers' pipeline with its text encoders or its VAE, but without the denoiser."""
         assert self.folder is not None, "a random pipeline encodes nothing"
         parts: dict[str, Any] = {self.family.denoiser: None} | ({} if vae else {VAE: None})
@@ -133,7 +133,7 @@ class Pipeline:
 
         assert self.folder is not None, "a random pipeline encodes nothing"
         silence_libraries()
-        with self.reading(f"its {name}"):
+        with self.convert_read_errors(f"its {name}"):
             model, info = getattr(transformers, self.index[name][1]).from_pretrained(
                 self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -151,12 +151,12 @@ class Pipeline:
         parts |= {name: None for name in unused if name in self.index}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
-        with self.reading("its text encoders, tokenizers or VAE"):
+        with self.convert_read_errors("its text encoders, tokenizers or VAE"):
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
-    def reading(self, what: str) -> AbstractContextManager[None]:
+    def convert_read_errors(self, what: str) -> AbstractContextManager[None]:
         """Convert exceptions from file-reading libraries to UserErrors."""
-        return _reading(f"base_model={self.base_model}", what)
+        return _convert_read_errors(f"base_model={self.base_model}", what)
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Pipeline:
 
 
 @contextmanager
-def _reading(prefix: str, what: str) -> Iterator[None]:
+def _convert_read_errors(prefix: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the libraries may raise anything
@@ -238,7 +238,7 @@ def _is_single_file(path: Path) -> bool:
 def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
     """Return the folder of a pipeline; for a Hub ID, download the files that match `wanted`."""
     path = Path(base_model).expanduser()
-    if (single := find_single_file(base_model, section)) is not None:
+    if (single := resolve_single_file_pipeline(base_model, section)) is not None:
         return _convert(path, section, single[0], is_whole=single[1])
     if path.is_dir():
         if not (path / INDEX).is_file():
@@ -259,7 +259,7 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
     return Path(found)
 
 
-def find_single_file(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
+def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
     """Return the pipeline that completes a single weights file, and whether the file has more than the denoiser.
 
     The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. None for other models.
@@ -310,7 +310,7 @@ def _convert(file: Path, section: ModelSection, source: str, *, is_whole: bool) 
 
     identity = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {origin}"
     target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
-    with _reading(prefix, f"as {family.pipeline}"):
+    with _convert_read_errors(prefix, f"as {family.pipeline}"):
         return load_or_build(target, build, lambda folder: folder)[0]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import to_text
 from trainer.config.needs import find_other_task_settings
 from trainer.data.prepared import Prepared
 from trainer.model.targets import check_targets
@@ -23,7 +23,7 @@ def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: obje
         raise UserError(mistake)
     check_sizes(config.image, pipeline.size_multiple)
     pipeline.build_training_scheduler(config.image)
-    with pipeline.reading(f"{pipeline.family.denoiser}/config.json"):
+    with pipeline.convert_read_errors(f"{pipeline.family.denoiser}/config.json"):
         model = ImageModel(pipeline)
     check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)
@@ -39,14 +39,14 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
     if config.adapter == "none":
         yield "adapter=none: not supported for image models; use lora or qlora"
     for setting in find_other_task_settings(config, "image"):
-        yield f"{setting.name}={shown(setting.value)}: only for language models; remove it"
+        yield f"{setting.name}={to_text(setting.value)}: only for language models; remove it"
     if training.gradient_checkpointing == "selective":
         problem = "image models are recomputed block by block"
         yield f"training.gradient_checkpointing=selective: {problem}; use non_reentrant"
     if layers := training.gradient_checkpointing_layers:
         yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove the setting"
     if config.lora.modules_to_save:
-        saved = shown(config.lora.modules_to_save)
+        saved = to_text(config.lora.modules_to_save)
         yield f"lora.modules_to_save={saved}: diffusers only loads LoRA; list these layers in lora.target_modules"
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: not supported for image models; use default, gaussian or orthogonal"

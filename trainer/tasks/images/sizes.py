@@ -13,7 +13,7 @@ MAX_SIDE_RATIO = 2.0
 
 
 @dataclass(frozen=True)
-class Fit:
+class ResizeAndCrop:
     """Describes how an image is resized: scaled to cover the size, then center-cropped."""
 
     width: int
@@ -41,12 +41,12 @@ def list_bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
     return sorted(sizes)
 
 
-def fit_to_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
+def fit_to_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> ResizeAndCrop:
     shape = math.log(width / height)
     to_width, to_height = min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - shape), -size[0] * size[1]))
     factor = max(to_width / width, to_height / height)
     scaled = max(to_width, round(width * factor)), max(to_height, round(height * factor))
-    return Fit(to_width, to_height, scaled, ((scaled[0] - to_width) // 2, (scaled[1] - to_height) // 2))
+    return ResizeAndCrop(to_width, to_height, scaled, ((scaled[0] - to_width) // 2, (scaled[1] - to_height) // 2))
 
 
 def check_sizes(image: ImageSection, multiple: int) -> None:

@@ -24,7 +24,7 @@ from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
-from trainer.tasks.images.pipeline import Pipeline, find_single_file, read_pipeline
+from trainer.tasks.images.pipeline import Pipeline, read_pipeline, resolve_single_file_pipeline
 from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
@@ -145,7 +145,7 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
     if len(losses := extract_metric_values(records, "eval/loss")) > 1:
         rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
     uploaded = not Path(name).is_absolute()
-    single = find_single_file(config.base_model, config.model)
+    single = resolve_single_file_pipeline(config.base_model, config.model)
     return render_template(
         "image_card.md.jinja",
         front=yaml.safe_dump(front, sort_keys=False),
@@ -204,7 +204,7 @@ def generate_sample_images(
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
     """Build diffusers' pipeline with this denoiser, a VAE in fp32 and no text encoders."""
-    sampler = pipeline.load_encoder(
+    sampler = pipeline.load_encoder_pipeline(
         torch.float32, text=False, vae=True
     )  # diffusers derives the latent size from the VAE
     sampler.register_modules(**{pipeline.family.denoiser: denoiser})

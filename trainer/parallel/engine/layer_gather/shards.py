@@ -263,7 +263,7 @@ class LayerShards:
         self._current = None
 
 
-def find_layer_shards(model: Any) -> LayerShards | None:
+def get_layer_shards(model: Any) -> LayerShards | None:
     return getattr(model, "layer_shards", None)
 
 
