@@ -32,7 +32,7 @@ from tests.vision import COLORS, PROCESSORS, draw, make_vision_model
 from trainer.config import UserError
 
 HUB_ONLY = "qwen-7b|dbrx-base-converted|replit|mimo"
-"""Models whose code is not in transformers."""
+"""Models with code outside transformers."""
 KINDS = {
     r"seed-oss": "seed_oss", "command-r7b|c4ai": "cohere2", "gpt-j": "gptj", "pythia": "gpt_neox", "smolvlm": "smolvlm",
     "lfm2-vl": "lfm2_vl", "lfm2-8b": "lfm2_moe", "glm-5": "glm_moe_dsa", "minimax-m2": "minimax_m2",
@@ -162,7 +162,7 @@ def make_records(source: dict[str, Any], folder: Path, images: bool) -> list[dic
 
 
 def localize(source: dict[str, Any], folder: Path, number: int, images: bool) -> dict[str, Any]:
-    """A source whose data is on this machine."""
+    """A source with data on this machine."""
     if source.get("path") and Path(source["path"]).exists():
         return {**source, "max_samples": min(COUNT, source.get("max_samples", COUNT))}
     path = folder / f"data-{number}.jsonl"
@@ -257,7 +257,7 @@ def run_one(file: Path, models: Path, dataset_dir: Path | None) -> dict[str, Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--only", default="", help="files whose path has this part")
+    parser.add_argument("--only", default="", help="files with this part in their path")
     parser.add_argument("--models", type=Path, required=True, help="folder for the tiny models")
     parser.add_argument("--dataset-dir", type=Path, help="the folder of LLaMA-Factory's dataset_info.json")
     parser.add_argument("--write", type=Path, help="where to write the outcomes; files that it has as trained are kept")

@@ -70,7 +70,7 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     """Return the time of a step of a configuration without `auto`, and a note on assumed values.
 
     `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError
-    for gathers by module and for offloading, whose speed is not predicted.
+    for gathers by module and for offloading; their speed is not predicted.
     """
     decided, training, machine = planner.build_decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"

@@ -161,7 +161,7 @@ def get_context_length(model_config: Any) -> int | None:
 
 
 def has_rotary_positions(model_config: Any) -> bool:
-    """Return whether the model uses rotary embeddings, whose positions may exceed `get_context_length`."""
+    """Return whether the model uses rotary embeddings; their positions may exceed `get_context_length`."""
     return bool(getattr(model_config.get_text_config(), "rope_parameters", None))
 
 

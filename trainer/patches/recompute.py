@@ -199,7 +199,7 @@ class HostCopies:
         """Pinned buffers, which every pass reuses, by the position of the copy in the pass."""
         self._copies: list[_Copy] = []
         self.layer = 0
-        """Index of the current layer, whose copies are fetched together."""
+        """Index of the current layer; its copies are fetched together."""
 
     def start_pass(self, *_: Any) -> None:
         """Drop the copies that an earlier pass did not fetch; used as a forward pre-hook."""
@@ -300,6 +300,6 @@ class _ReturnAttention(TorchDispatchMode):
 
 
 def has_random_attention(model: Any) -> bool:
-    """Return whether the model has attention dropout, whose mask would differ in the recomputation."""
+    """Return whether the model has attention dropout; its mask would differ in the recomputation."""
     settings = model.config.get_text_config().to_dict()
     return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

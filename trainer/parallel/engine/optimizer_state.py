@@ -44,7 +44,7 @@ class Shard:
 class Pieces:
     """Holds one rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
 
-    A moment whose size differs from its master weights belongs to one unsharded tensor.
+    A moment of another size than its master weights belongs to one unsharded tensor.
     """
 
     tensors: Mapping[str, torch.Tensor]
