@@ -684,7 +684,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         ),
         (
             ["dataset.fields={role: nope}"],
-            r"turn 1: has no nope \(the turn has role, content\); add the field, or name",
+            r"turn 1: has no nope \(the turn has role, content\); add it, or name",
         ),
         (
             ["evaluation.metrics=json_schema", "evaluation.json_schema=gone.json", "dataset.val_split=4"],
