@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = ops.load("auto") if device == "cuda" else None
+    backend = ops.load_backend("auto") if device == "cuda" else None
     losses = train(device, options.tokens, options.width, options.rank, options.steps)
     print(f"{device}, operators: {backend.name if backend else 'reference'}")
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")

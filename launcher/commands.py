@@ -16,7 +16,7 @@ from launcher.doctor.command import doctor
 from launcher.importing.command import import_
 from launcher.job_starts import build_resume_settings
 from launcher.module import exec_module
-from launcher.plan import Request
+from launcher.plan import LaunchRequest
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
 from launcher.start import get_version, start
@@ -121,7 +121,7 @@ def train(
     if changed != list(entries):
         settings.append(f"adapters={json.dumps(changed)}")
         loaded = load_config(config, settings)
-    request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
+    request = LaunchRequest(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     arguments = [str(config), *settings]
     raise typer.Exit(
         start(arguments, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_start=is_job_start)

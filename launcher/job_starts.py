@@ -21,7 +21,7 @@ RESUME_AUTO = "training.resume_from_checkpoint=auto"
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStart:
     job: str
     newest: str
     """Newest complete checkpoint at the start; empty if there is none."""
@@ -70,7 +70,7 @@ def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
         _check_progress(starts, _read_current_start(run_dir, env))
 
 
-def _check_progress(starts: Sequence[Start], current: Start) -> None:
+def _check_progress(starts: Sequence[JobStart], current: JobStart) -> None:
     last = starts[-MAX_STARTS_WITHOUT_STEP:]
     if len(last) == MAX_STARTS_WITHOUT_STEP and all(
         start.newest == current.newest and start.code != 0 for start in last
@@ -82,27 +82,27 @@ def _check_progress(starts: Sequence[Start], current: Start) -> None:
         )
 
 
-def _read_current_start(run_dir: Path, env: Mapping[str, str]) -> Start:
+def _read_current_start(run_dir: Path, env: Mapping[str, str]) -> JobStart:
     newest = find_newest_checkpoint(list_complete_checkpoints(run_dir))
     record = run_dir / "run.json"
-    return Start(get_job_id(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
+    return JobStart(get_job_id(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
 
 
-def _read_earlier_starts(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
+def _read_earlier_starts(run_dir: Path, env: Mapping[str, str]) -> list[JobStart]:
     """Return the earlier starts of this job; empty at the first, because SLURM may reuse the IDs of older jobs."""
     # Earlier tasks of an array may have used this folder.
     is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
     return [] if is_first_task and (env.get("SLURM_RESTART_COUNT") or "0") == "0" else _read_starts(run_dir, env)
 
 
-def _read_starts(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
+def _read_starts(run_dir: Path, env: Mapping[str, str]) -> list[JobStart]:
     try:
-        starts: list[Start] = read_json(run_dir / "logs" / STARTS_FILE, list[Start])
+        starts: list[JobStart] = read_json(run_dir / "logs" / STARTS_FILE, list[JobStart])
     except FileNotFoundError:
         return []
     return [start for start in starts if start.job == get_job_id(env)]
 
 
-def _write_starts(run_dir: Path, starts: Sequence[Start]) -> None:
+def _write_starts(run_dir: Path, starts: Sequence[JobStart]) -> None:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_json(run_dir / "logs" / STARTS_FILE, [asdict(start) for start in starts])

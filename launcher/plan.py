@@ -16,7 +16,7 @@ from launcher.targets.mpi import build_mpirun_command
 from launcher.targets.slurm import build_srun_command, read_allocation
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
-from trainer.contract.rendezvous import draw_port, find_free_port, find_port_problem, format_port_error
+from trainer.contract.rendezvous import describe_port_problem, draw_port, find_free_port, format_port_error
 
 ENVIRONMENT_FILE = "environment"
 CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
@@ -28,7 +28,7 @@ LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """Command-line options that choose where to run."""
 
     launcher: str = "auto"
@@ -78,14 +78,14 @@ class Request:
             raise UserError(f"--master-addr {self.master_addr}: a local run uses only this machine; remove the option")
 
 
-def plan(request: Request, logs: Path) -> Plan:
+def plan(request: LaunchRequest, logs: Path) -> Plan:
     """Plan how to start the ranks and how to signal them. Raises UserError for options that cannot work."""
     launcher = request.resolve_launcher()
     address, port = request.master_addr, request.master_port
     if launcher == "local":
         if port is None:
             port = find_free_port()
-        elif reason := find_port_problem(port):
+        elif reason := describe_port_problem(port):
             raise UserError(format_port_error(port, reason))
         return partial(build_local_command, gpus=list_visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
@@ -100,7 +100,7 @@ def plan(request: Request, logs: Path) -> Plan:
     return plan_on_hosts(request, logs, slots, address)
 
 
-def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | None) -> Plan:
+def plan_on_hosts(request: LaunchRequest, logs: Path, slots: Slots, address: str | None) -> Plan:
     """Plan a run on `slots` of a hostfile. The rendezvous address is `address`, by default the first host."""
     assert request.hostfile is not None
     build = partial(
@@ -114,7 +114,7 @@ def plan_on_hosts(request: Request, logs: Path, slots: Slots, address: str | Non
     return build, SshReach(slots)
 
 
-def select_slots(request: Request) -> Slots:
+def select_slots(request: LaunchRequest) -> Slots:
     if request.hostfile is not None:
         slots = read_hostfile(request.hostfile)
     else:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from launcher.plan import CommandBuilder, Plan, Request, plan, plan_on_hosts, select_slots
+from launcher.plan import CommandBuilder, LaunchRequest, Plan, plan, plan_on_hosts, select_slots
 from launcher.supervision.remote import SrunReach
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, detect_unreachable_hosts
@@ -28,7 +28,7 @@ class RestartPlan:
 class RankSlots:
     """Slots of this machine, hosts or SLURM job, numbered by rank in the first start; plans restarts on them."""
 
-    def __init__(self, request: Request, logs: Path, build: CommandBuilder) -> None:
+    def __init__(self, request: LaunchRequest, logs: Path, build: CommandBuilder) -> None:
         self._request, self._logs, self._launcher = request, logs, request.resolve_launcher()
         options = build.keywords
         self._numbers: list[int] = list(options.get("gpus", ()))[: request.num_gpus]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.adapters import record_arguments
 from launcher.job_starts import record_end, record_start
-from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, CommandBuilder, Plan, Request, plan
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, CommandBuilder, LaunchRequest, Plan, plan
 from launcher.rank_slots import RankSlots
 from launcher.status import record_job
 from launcher.supervision.prestarted_ranks import FAILED, PrestartedRanks
@@ -36,7 +36,7 @@ DEFAULT_RESTARTS = 3
 def start(
     arguments: Sequence[str],
     loaded: LoadedConfig,
-    request: Request,
+    request: LaunchRequest,
     flags: Sequence[str],
     *,
     dry_run: bool,

@@ -33,7 +33,7 @@ POLL_S = 0.5
 
 
 @dataclass
-class Run:
+class SweepRun:
     settings: list[str]
     folder: Path
     digest: str
@@ -103,7 +103,7 @@ def sweep(
 
 
 def _submit_array(
-    config: Path, runs: list[Run], axes: Sequence[str], fixed: Sequence[str], folder: Path, options: list[str],
+    config: Path, runs: list[SweepRun], axes: Sequence[str], fixed: Sequence[str], folder: Path, options: list[str],
     *, dry_run: bool,
 ) -> None:  # fmt: skip
     tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
@@ -136,14 +136,14 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
     return axes, fixed
 
 
-def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[Run]:
+def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[SweepRun]:
     """Return all runs after validation, with exit code 0 for finished ones. Raises UserError for invalid settings."""
     lines = expand_sweep(axes, folder, fixed)
     recorded = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []
     for line, loaded in zip(lines, load_run_configs(config, fixed, lines), strict=True):
         digest = hashlib.sha256(loaded.model_dump_json().encode()).hexdigest()
-        run = Run([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
+        run = SweepRun([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
         earlier = recorded.get(str(run.folder))
         if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; use another output_dir")
@@ -156,8 +156,8 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 
 
 def combine_runs(
-    config: Path, runs: Sequence[Run], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
-) -> list[Run]:
+    config: Path, runs: Sequence[SweepRun], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
+) -> list[SweepRun]:
     """Combine runs evenly into as few joint runs (`adapters`) as the memory estimate of a GPU allows."""
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
@@ -174,10 +174,10 @@ def combine_runs(
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
     say(f"training {len(waiting)} runs in {format_count(len(groups), 'run')} of up to {format_count(size, 'adapter')}")
-    return [Run(_combine_settings(group, fixed, folder), folder, "") for group in groups]
+    return [SweepRun(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 
-def _combine_settings(runs: Sequence[Run], fixed: Sequence[str], folder: Path) -> list[str]:
+def _combine_settings(runs: Sequence[SweepRun], fixed: Sequence[str], folder: Path) -> list[str]:
     entries = []
     for run in runs:
         varied = [text for text in run.settings if text not in fixed and not text.startswith("output_dir=")]
@@ -198,7 +198,7 @@ def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
         return True  # `zerolora train` checks the memory again
 
 
-def _report_finished(runs: Sequence[Run]) -> None:
+def _report_finished(runs: Sequence[SweepRun]) -> None:
     if finished := sum(run.exit_code == 0 for run in runs):
         say(f"{finished} of {len(runs)} runs are already finished")
 
@@ -214,14 +214,14 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
     return [gpus[first : first + gpus_per_run] for first in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
 
 
-def build_train_command(config: Path, run: Run, gpus_per_run: int | None) -> list[str]:
+def build_train_command(config: Path, run: SweepRun, gpus_per_run: int | None) -> list[str]:
     resume = [f"{RESUME}=auto"]
     number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
     return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]
 
 
 def train_runs(
-    config: Path, runs: list[Run], slots: list[Sequence[int]], gpus_per_run: int | None, folder: Path
+    config: Path, runs: list[SweepRun], slots: list[Sequence[int]], gpus_per_run: int | None, folder: Path
 ) -> None:
     """Start runs as GPUs become free, until all have finished; forward stop signals to active runs."""
     record_runs(folder, runs)
@@ -229,7 +229,7 @@ def train_runs(
     _report_finished(runs)
     tie_children_to_this_process()
     free = list(slots)
-    running: list[Run] = []
+    running: list[SweepRun] = []
     try:
         while waiting or running:
             while waiting and free:
@@ -253,7 +253,7 @@ def train_runs(
                 run.process.wait()
 
 
-def _start_run(config: Path, run: Run, gpus_per_run: int | None, folder: Path, *, alone: bool) -> None:
+def _start_run(config: Path, run: SweepRun, gpus_per_run: int | None, folder: Path, *, alone: bool) -> None:
     environment = dict(os.environ)
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
@@ -268,7 +268,7 @@ def _start_run(config: Path, run: Run, gpus_per_run: int | None, folder: Path, *
     )
 
 
-def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
+def _record_end(run: SweepRun, runs: list[SweepRun], folder: Path) -> None:
     assert run.process is not None
     run.exit_code = run.process.returncode
     if run.log:
@@ -279,7 +279,7 @@ def _record_end(run: Run, runs: list[Run], folder: Path) -> None:
     record_runs(folder, runs)
 
 
-def record_runs(folder: Path, runs: Sequence[Run]) -> None:
+def record_runs(folder: Path, runs: Sequence[SweepRun]) -> None:
     """Record the runs with their settings and exit codes; keep the records of other sweeps in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = [run for run in runs if run.folder != folder]  # adapters of a joint run record themselves

@@ -1,7 +1,7 @@
 """Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and plain torch references."""
 
 from ops import elementwise, groups
-from ops.backend import check_requested, get_loaded_backend, load, predict_backend
+from ops.backend import check_requested, get_loaded_backend, load_backend, predict_backend
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.grouped import grouped_group, grouped_linear
@@ -26,7 +26,7 @@ __all__ = [
     "grouped_group",
     "grouped_linear",
     "groups",
-    "load",
+    "load_backend",
     "lora_backward",
     "lora_group",
     "lora_linear",

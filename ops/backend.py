@@ -21,7 +21,7 @@ _loaded: Backend | None = None
 _library: torch.library.Library | None = None
 
 
-def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
+def load_backend(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
     """Register the operators for CUDA tensors, once per process; `auto` uses the kernels if they can be built.
 
     Raises ValueError if `cuda` was requested and cannot be built or loaded, or if another backend is loaded.
@@ -54,7 +54,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
 
 
 def predict_backend(backend: Literal["auto", "cuda"]) -> str:
-    """Return the name of the backend that `load` will choose, assuming that a build succeeds; builds nothing."""
+    """Return the name of the backend that `load_backend` will choose, assuming that builds succeed; builds nothing."""
     if _loaded is not None:
         return _loaded.name
     from ops.builder import LoraOpBuilder

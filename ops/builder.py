@@ -129,7 +129,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         self._architectures = self._architectures or list_architectures(toolkit)
         version = f"{toolkit[0]}.{toolkit[1]}"
         digest = self._compute_sources_digest()
-        build = prebuilt.Build(digest, *self._read_versions(), version, tuple(self._architectures))
+        build = prebuilt.BuildIdentity(digest, *self._read_versions(), version, tuple(self._architectures))
         with prebuilt.acquire_build_lock(folder / f".{build.name}.lock"):
             if clean:
                 shutil.rmtree(folder / build.name, ignore_errors=True)

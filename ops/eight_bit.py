@@ -47,14 +47,14 @@ def reference_product(
     q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None, fast: bool = True
 ) -> Tensor:
     """Compute y[T,N] = scale (q[T,K] right[N,K]^T) column_scale in bf16, in plain torch; `fast` only affects GPUs."""
-    return reference.eight_bit_product(q, scale, right.t(), column_scale).to(torch.bfloat16)
+    return reference.compute_8bit_product(q, scale, right.t(), column_scale).to(torch.bfloat16)
 
 
 def reference_linear(x: Tensor, weight: Tensor, row_scale: Tensor, bias: Tensor | None) -> Tensor:
     """Compute y[..., O] = t (x_q W_q^T) v + bias in plain torch."""
     check_weights(x, [weight], [row_scale])
     q, scale = reference_quantize_rows([x], [], weight.dtype)
-    y = reference.eight_bit_product(q, scale, weight.t(), row_scale)
+    y = reference.compute_8bit_product(q, scale, weight.t(), row_scale)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
@@ -64,14 +64,14 @@ def reference_linear_backward(
 ) -> Tensor:
     """Compute dX[..., I] = u (g_q W_q), summed over the group, in plain torch."""
     q, scale = reference_quantize_rows(grads, row_scales, weights[0].dtype)
-    grad_x = reference.eight_bit_product(q, scale, torch.cat(list(weights)), None)
+    grad_x = reference.compute_8bit_product(q, scale, torch.cat(list(weights)), None)
     return grad_x.to(grads[0].dtype).reshape(*grads[0].shape[:-1], weights[0].shape[1])
 
 
 def _forward(op: Any, h: Tensor) -> list[Tensor]:
     q, scale = reference_quantize_rows([op.x], [], op.weights[0].dtype)
     pairs = zip(op.weights, op.row_scales, strict=True)
-    products = [reference.eight_bit_product(q, scale, weight.t(), row_scale) for weight, row_scale in pairs]
+    products = [reference.compute_8bit_product(q, scale, weight.t(), row_scale) for weight, row_scale in pairs]
     return lora.add_adapters(op.x, products, op.biases, h, op.ups)
 
 
@@ -80,7 +80,7 @@ def _backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     adapters = op.downs, op.ups, op.h, op.scales, lora.draw_mask(op.x, op.p, op.seed)
     factors = lora.compute_adapter_gradients(grad_x, op.grads, op.x, [None] * len(op.grads), *adapters)
     q, row_scale = reference_quantize_rows(op.grads, op.row_scales, op.weights[0].dtype)
-    grad_x += reference.eight_bit_product(q, row_scale, torch.cat(list(op.weights)), None)
+    grad_x += reference.compute_8bit_product(q, row_scale, torch.cat(list(op.weights)), None)
     return grad_x.to(op.x.dtype).view(op.x.shape), *factors
 
 
@@ -128,7 +128,7 @@ derivative.define(
 )  # fmt: skip
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_save_for_linear)
 torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.reject_second_derivative)
-eight_bit_group = lora.Group(
+eight_bit_group = lora.FormatOperators(
     "eight_bit",
     "Tensor[] weights, Tensor[] row_scales",
     pack=lambda x, weights: ([weight.values for weight in weights], [weight.row_scale for weight in weights]),

@@ -191,7 +191,7 @@ def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
     return [down, up]
 
 
-def check(  # type: ignore[no-untyped-def]
+def check_arguments(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed
 ) -> None:
     E, inner, H = shape[:3]
@@ -228,7 +228,7 @@ def check(  # type: ignore[no-untyped-def]
 def _fake_forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ):
-    check(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
+    check_arguments(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
     N = index.numel()
     return (
         x.new_empty(x.shape),
@@ -250,7 +250,7 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 def _reference_forward(x, index, weights, gate_up, down, biases, *adapters_and_form):  # type: ignore[no-untyped-def]
     *options, _, _ = adapters_and_form  # without the sources
-    check(x, index, weights, *options)
+    check_arguments(x, index, weights, *options)
     return experts_plain.forward(x, index, weights, gate_up, down, biases, *options)
 
 

@@ -89,7 +89,7 @@ def _split_rows_by_expert(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
 def _draw_masks(N: int, shape: Sequence[int], p: float, seed: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:
     if p == 0.0 or seed is None:
         return [None, None]
-    return [reference.dropout_mask(seed[i : i + 1], N, shape[2 - i], p, dtype) for i in range(2)]
+    return [reference.build_dropout_mask(seed[i : i + 1], N, shape[2 - i], p, dtype) for i in range(2)]
 
 
 def _apply_mask(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:

@@ -95,7 +95,7 @@ def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
         return None
     if seed is None:
         raise ValueError(f"dropout={p}: needs a seed, one int64 on the device of x")
-    return reference.dropout_mask(seed, x.numel() // x.shape[-1], x.shape[-1], p, x.dtype)
+    return reference.build_dropout_mask(seed, x.numel() // x.shape[-1], x.shape[-1], p, x.dtype)
 
 
 def reference_project(
@@ -170,7 +170,7 @@ def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p:
     return x.new_empty((x.numel() // x.shape[-1], sum(round_up_rank(down.shape[0]) for down in downs)))
 
 
-class Group:
+class FormatOperators:
     """Defines zerolora::NAME_forward and NAME_backward for one storage format of the frozen weights.
 
     `weights` declares the frozen weights in the schemas; `pack` returns them as arguments for x and a list of weights.
@@ -269,7 +269,7 @@ derivative.define(
     reference_project, fake_project,
 )  # fmt: skip
 torch.library.register_autograd("zerolora::lora_project", _reject_derivative)
-lora_group = Group(
+lora_group = FormatOperators(
     "lora",
     "Tensor[] weights",
     pack=lambda x, weights: (weights,),

@@ -57,7 +57,7 @@ def _dequantize(op: Any) -> list[Tensor]:
     ]
 
 
-def _pack(x: Tensor, weights: Sequence[Nf4Weight]) -> tuple[Any, ...]:
+def _pack_arguments(x: Tensor, weights: Sequence[Nf4Weight]) -> tuple[Any, ...]:
     """Return the operator's arguments. Raises ValueError for weights that do not match x or one another."""
     first = weights[0]
     for weight in weights:
@@ -78,10 +78,10 @@ derivative.define(
     reference.dequantize_nf4,
     lambda packed, _, rows, cols, *others: packed.new_empty((rows, cols), dtype=others[-1]),
 )  # fmt: skip
-nf4_group = lora.Group(
+nf4_group = lora.FormatOperators(
     "nf4",
     "Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block",
-    pack=_pack,
+    pack=_pack_arguments,
     outs=lambda op: op.rows,
     check=lambda op: None,
     forward=lambda op, h: lora.dense_forward(op, h, _dequantize(op)),

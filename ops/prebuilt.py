@@ -1,7 +1,7 @@
 """Find and install builds of the CUDA operators: in this package, in shared folders, and in torch's cache.
 
-`Build` identifies a build. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. If the environment has
-ZEROLORA_OPS=DIR[:DIR...], a run uses a matching build instead of compiling, even without nvcc.
+`BuildIdentity` identifies a build. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. If the environment
+has ZEROLORA_OPS=DIR[:DIR...], a run uses a matching build instead of compiling, even without nvcc.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def get_cache_folder() -> Path:
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildIdentity:
     sources: str
     """Digest of ops/csrc."""
     torch: str
@@ -62,11 +62,11 @@ class Build:
         return folder / self.name / library.name
 
 
-def read_record(folder: Path) -> Build | None:
+def read_record(folder: Path) -> BuildIdentity | None:
     """Read the record of the build in a folder; return None if it is missing or invalid."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        return Build(**record | {"architectures": tuple(record["architectures"])})
+        return BuildIdentity(**record | {"architectures": tuple(record["architectures"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -20,7 +20,7 @@ PHILOX_ROUNDS = 7  # the fewest that pass BigCrush (Salmon et al., SC 2011, tabl
 _MASK_32 = 0xFFFFFFFF
 
 
-def _philox(key: int, counter: Tensor) -> list[Tensor]:
+def _draw_philox(key: int, counter: Tensor) -> list[Tensor]:
     """Compute Philox4x32 of 64-bit counters; return four tensors of 32-bit numbers in int64."""
     c0, c1 = counter & _MASK_32, (counter >> 32) & _MASK_32
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
@@ -34,14 +34,14 @@ def _philox(key: int, counter: Tensor) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
+def build_dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
     """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to the kernels' mask for the same int64 seed.
 
     One Philox call per 8 adjacent elements of a row, 15 bits each; numbers below round(32768 p) drop their element.
     """
     groups = (width + 7) // 8
     counter = torch.arange(rows * groups, device=seed.device, dtype=torch.int64)
-    words = torch.stack(_philox(int(seed.item()), counter), dim=-1)
+    words = torch.stack(_draw_philox(int(seed.item()), counter), dim=-1)
     numbers = torch.stack([words & 0x7FFF, (words >> 16) & 0x7FFF], dim=-1).reshape(rows, groups * 8)[:, :width]
     threshold = min(int(p * 32768 + 0.5), 32767)
     return (numbers >= threshold).to(dtype) / (1.0 - p)
@@ -53,10 +53,10 @@ def unpack_mask(bits: Tensor, width: int) -> Tensor:
     Element 128b + 32q + 8c + 2j + e of a row is bit 16e + 4q + j of word c in block b.
     """
     words = bits.permute(1, 0, 2)[:, :, None, :, None, None]
-    return (words >> _bit_shifts(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
+    return (words >> _build_bit_shifts(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
 
 
-def _bit_shifts(device: torch.device) -> Tensor:
+def _build_bit_shifts(device: torch.device) -> Tensor:
     q, j, e = torch.arange(4, device=device), torch.arange(4, device=device), torch.arange(2, device=device)
     return 4 * q.view(4, 1, 1, 1) + j.view(4, 1) + 16 * e
 
@@ -183,14 +183,14 @@ def quantize_rows(values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]
     return scaled.nan_to_num(nan=0.0).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def eight_bit_values(q: Tensor) -> Tensor:
+def decode_8bit_values(q: Tensor) -> Tensor:
     """Convert 8-bit values to float32; uint8 stores e4m3."""
     return (q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q).float()
 
 
-def eight_bit_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None) -> Tensor:
+def compute_8bit_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None) -> Tensor:
     """Return Y[T,N] = scale (q[T,K] right[K,N]) column_scale in float32; scale[T], column_scale[N]."""
-    y = (eight_bit_values(q) @ eight_bit_values(right)) * scale[:, None]
+    y = (decode_8bit_values(q) @ decode_8bit_values(right)) * scale[:, None]
     return y if column_scale is None else y * column_scale
 
 

@@ -62,10 +62,10 @@ def build_dequantizing_group(
     *,
     dense: Callable[[Any, int], Tensor],
     **functions: Any,
-) -> lora.Group:
+) -> lora.FormatOperators:
     """Return operators that compute `lora.lora_group` for weights that `dense` dequantizes one at a time.
 
-    `dense` gets the operators' arguments and the index of a weight; for the others see `lora.Group`.
+    `dense` gets the operators' arguments and the index of a weight; for the others see `lora.FormatOperators`.
     """
 
     def split_by_weight(op: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
@@ -95,10 +95,10 @@ def build_dequantizing_group(
         return grad_x, grad_downs, grad_ups
 
     devices = ("cpu", "cuda")
-    return lora.Group(name, weights, forward=forward, backward=backward, devices=devices, **functions)
+    return lora.FormatOperators(name, weights, forward=forward, backward=backward, devices=devices, **functions)
 
 
-def _pack(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
+def _pack_arguments(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
     """Return the operator's arguments. Raises ValueError for weights with blocks of several sizes."""
     if any(weight.block != weights[0].block for weight in weights):
         raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
@@ -108,7 +108,7 @@ def _pack(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
 scaled_group = build_dequantizing_group(
     "scaled",
     "Tensor[] values, Tensor[] block_scales, int[] block",
-    pack=_pack,
+    pack=_pack_arguments,
     outs=lambda op: [each.shape[0] for each in op.values],
     check=lambda op: check_weights(op.x, op.values, op.block_scales, op.block),
     dense=lambda op, i: reference.dequantize_blocks(op.values[i], op.block_scales[i], op.block, op.x.dtype),

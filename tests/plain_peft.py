@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import RunConfig
-from trainer.data.batches import IGNORED, Batches, collate
-from trainer.data.prepared import Prepared
+from trainer.data.batches import IGNORED, Batches, collate_samples
+from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.adapter import build_lora_config
 from trainer.model.base import load_base_model, resize_to_vocabulary
@@ -77,7 +77,7 @@ def plain_training(
 def train_steps(
     groups: list[Any],
     config: RunConfig,
-    prepared: Prepared,
+    prepared: PreparedRun,
     *,
     ranks: int = 1,
     make: MakeOptimizer = torch.optim.AdamW,
@@ -179,7 +179,7 @@ def _step(
     weight = sum(sum(document.trained[1:]) for document in documents)
     total = 0.0
     for part in parts:
-        batch = collate(part, pad_token_id, packed=False, flat=False)
+        batch = collate_samples(part, pad_token_id, packed=False, flat=False)
         assert batch.attention_mask is not None
         ids, mask, wanted = (tensor.to(device) for tensor in (batch.input_ids, batch.attention_mask, batch.targets))
         with torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):

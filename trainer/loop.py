@@ -12,7 +12,7 @@ from trainer.checkpoint.checkpoint import Position
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.config import TrainingSection, UserError
 from trainer.contract.rank_errors import OtherRankError
-from trainer.memory.preflight import peak_memory_gib
+from trainer.memory.preflight import read_peak_memory_gib
 from trainer.monitor.hooks import FinishedStep, Hook
 from trainer.monitor.metrics import Metrics
 from trainer.parallel.ranks.progress import PROGRESS, phase
@@ -246,7 +246,7 @@ class Loop:
             "perf/step_ms": seconds * 1e3,
             f"perf/{counted[0]}_per_second": result.tokens / seconds,
             f"perf/{counted[0]}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
-            "memory/peak_gib": peak_memory_gib(),
+            "memory/peak_gib": read_peak_memory_gib(),
         } | metrics
         if samples := context.batches.samples_per_epoch:
             values["train/epoch"] = position.epoch + position.offset / samples

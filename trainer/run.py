@@ -16,7 +16,7 @@ from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, compute_collective_timeout
 from trainer.config.errors import format_count
 from trainer.contract.folder_lock import FolderLock
-from trainer.data.prepared import Prepared, count_skipped_records
+from trainer.data.prepared import PreparedRun, count_skipped_records
 from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
@@ -69,7 +69,7 @@ class Run:
     def __init__(
         self,
         loaded: LoadedConfig,
-        prepared: Prepared,
+        prepared: PreparedRun,
         ranks: Ranks,
         console: Console,
         stop: StopRequest,

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         _, rank, _, local_rank = read_rank_variables(os.environ)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / CONFIG_FILE
-            overrides, output = _write(path, arguments)
+            overrides, output = _write_settings(path, arguments)
             if rank == 0:
                 _copy_to_log(output)
             from trainer.entry.rank import main as train
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return UserError.exit_code
 
 
-def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
+def _write_settings(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
     options = parse_flags(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):

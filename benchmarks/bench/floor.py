@@ -33,9 +33,9 @@ from trainer.model.expert_layers import (
     DOWN,
     GATE_UP,
     count_experts_per_token,
-    expert_width,
     find_expert_modules,
     get_expert_shape,
+    get_expert_width,
     is_transposed,
     list_expert_tensors,
     takes_all_tokens,
@@ -137,7 +137,7 @@ def _experts(model: nn.Module) -> Counter[Experts]:
         number, *matrix = get_expert_shape(module, DOWN)
         hidden = matrix[-1 if is_transposed(module) else 0]
         visited = number if takes_all_tokens(module) else count_experts_per_token(model.config)
-        found[Experts(number, visited, hidden, expert_width(module), GATE_UP in list_expert_tensors(module))] += 1
+        found[Experts(number, visited, hidden, get_expert_width(module), GATE_UP in list_expert_tensors(module))] += 1
     return found
 
 

@@ -19,9 +19,9 @@ from trainer.commands.evaluate import compute_row_losses
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
-from trainer.data.batches import IGNORED, MicroBatch, collate
+from trainer.data.batches import IGNORED, MicroBatch, collate_samples
 from trainer.data.cache import prepare_reference
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Sample, Samples
 from trainer.evaluation import Evaluation
 from trainer.model.adapter import changes_base_weights
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return _train(loaded, prepared, lock, texts)
 
 
-def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock, texts: list[Sample]) -> int:
+def _train(loaded: LoadedConfig, prepared: PreparedRun, lock: FolderLock, texts: list[Sample]) -> int:
     """Train in a locked folder; return the exit code."""
     folder = Path(loaded.config.output_dir)
     try:
@@ -131,7 +131,7 @@ class HeldOutDocuments:
     `texts`: also measured each time, with losses and KL(adapter || base).
     """
 
-    def __init__(self, config: RunConfig, prepared: Prepared, texts: list[Sample]) -> None:
+    def __init__(self, config: RunConfig, prepared: PreparedRun, texts: list[Sample]) -> None:
         samples = prepared.data.evaluation
         if not isinstance(samples, Samples) or samples.packed:
             raise UserError("dataset.packing=true: documents are measured one by one; set dataset.packing: false")
@@ -174,7 +174,7 @@ class HeldOutDocuments:
         order = sorted(range(len(documents)), key=lambda index: len(documents[index].input_ids))
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
-            batch = collate([documents[index] for index in chosen], pad, packed=False, flat=False)
+            batch = collate_samples([documents[index] for index in chosen], pad, packed=False, flat=False)
             for index, value in zip(chosen, measure(engine.module, batch).tolist(), strict=True):
                 values[index] = value
         return values

@@ -29,7 +29,7 @@ from launcher.doctor.this_host import (
     check_packages,
     check_port,
 )
-from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, Request, plan, select_slots
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, LaunchRequest, plan, select_slots
 from launcher.supervision.processes import kill_sessions
 from launcher.supervision.remote import SshReach
 from launcher.targets.hostfile import SSH, detect_unreachable_hosts
@@ -73,13 +73,13 @@ def doctor(
         checks = check_this_host(loaded, arguments, num_gpus or len(list_visible_gpus()) or CPU_RANKS, port=None)
         typer.echo(f"{MARK}{get_host_name()} {json.dumps([asdict(check) for check in checks])}")
         return
-    request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
+    request = LaunchRequest(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     checks = run_checks(loaded, arguments, request)
     print_checks(checks, as_json=as_json)
     raise typer.Exit(1 if any(check.state == "FAIL" for check in checks) else 0)
 
 
-def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: Request) -> list[Check]:
+def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: LaunchRequest) -> list[Check]:
     chosen = request.resolve_launcher()
     PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(list_visible_gpus()) or CPU_RANKS
@@ -112,7 +112,7 @@ def check_this_host(
     ]  # fmt: skip
 
 
-def _check_other_hosts(chosen: str, request: Request, arguments: Sequence[str]) -> list[Check]:
+def _check_other_hosts(chosen: str, request: LaunchRequest, arguments: Sequence[str]) -> list[Check]:
     if chosen == "slurm":
         if not is_in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
             return []
@@ -130,7 +130,7 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
     """Run the checks that need torch in a child process. Return them, and the estimated memory and disk in bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
-    output, problem = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
+    output, problem = _run_probe(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if output is None:
         return [Check("torch", "FAIL", problem, "run `python -m trainer.commands.doctor.probe` to see all output")], {}
     return [Check(**check) for check in output["checks"]], output["need"]
@@ -138,13 +138,13 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
 
 def check_ranks(command: Command) -> list[Check]:
     PROGRESS.show(f"starting {format_count(command.ranks, 'rank')} to test their connections")
-    output, problem = _run(command, RANKS_PATIENCE_S)
+    output, problem = _run_probe(command, RANKS_PATIENCE_S)
     if output is None:
         return [Check("ranks", "FAIL", problem, f"to see all output, run {command.format_shell()}")]
     return [Check(**check) for check in output["checks"]]
 
 
-def _run(command: Command, patience_s: float) -> tuple[Any, str]:
+def _run_probe(command: Command, patience_s: float) -> tuple[Any, str]:
     """Run a command. Return the JSON that it prints after MARK, or None and a description of the problem."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)

@@ -22,7 +22,7 @@ from trainer.contract.bytecode import find_missing_bytecode
 from trainer.contract.home import HOME
 from trainer.contract.json_records import Check, State
 from trainer.contract.known_versions import describe_untested
-from trainer.contract.rendezvous import find_port_problem, get_host_name
+from trainer.contract.rendezvous import describe_port_problem, get_host_name
 
 PROJECT = HOME / "pyproject.toml"
 GIB = 2**30
@@ -104,7 +104,7 @@ def check_driver() -> Iterator[Check]:
     for number, line in enumerate(listing.stdout.strip().splitlines() if not listing.returncode else ()):
         name, total, free, driver, capability = (word.strip() for word in line.split(","))
         description = f"{name}, {free} of {total} free, compute capability {capability}, driver {driver}"
-        if reason := _find_gpu_limitation(total, capability):
+        if reason := _describe_gpu_limitation(total, capability):
             fix = "exclude it with CUDA_VISIBLE_DEVICES, or use another GPU"
             yield Check(f"GPU {number}", "WARN", f"{reason}: {description}", fix)
         else:
@@ -118,7 +118,7 @@ def check_driver() -> Iterator[Check]:
         yield Check("CUDA", "FAIL", problem, "update the driver")
 
 
-def _find_gpu_limitation(total: str, capability: str) -> str:
+def _describe_gpu_limitation(total: str, capability: str) -> str:
     numbers = re.findall(r"\d+", capability)
     if len(numbers) == len(MIN_CAPABILITY) and tuple(map(int, numbers)) < MIN_CAPABILITY:
         return "compute capability 7.0 or newer is needed"
@@ -209,7 +209,7 @@ def check_port(port: int | None) -> Check:
     """Check that `port` is free on this host; None means that a free port will be chosen."""
     if port is None:
         return Check("port", "OK", "a free one will be chosen at startup; to choose it yourself, set --master-port")
-    if reason := find_port_problem(port):
+    if reason := describe_port_problem(port):
         fix = "use another --master-port, or stop the process that listens on this one"
         return Check("port", "FAIL", f"{port} on {get_host_name()} is already in use ({reason})", fix)
     return Check("port", "OK", f"{port} is free on {get_host_name()}")

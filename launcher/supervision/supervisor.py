@@ -54,7 +54,7 @@ SAME_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
 
 
-class State(Enum):
+class RunState(Enum):
     STARTING = auto()
     RUNNING = auto()
     STOPPING = auto()
@@ -115,7 +115,7 @@ class Supervisor:
     ) -> None:
         self._start = start or (lambda log: command.start(log, log))
         self.command, self.logs, self.reach = command, logs, reach
-        self.state = State.STARTING
+        self.state = RunState.STARTING
         self.abort: Abort | None = None
         self.deadline = math.inf
         """Value of time.monotonic() at which remaining ranks are killed."""
@@ -168,7 +168,7 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN if self.signals else handler)
 
     def _watch(self) -> None:
-        self.state = State.RUNNING
+        self.state = RunState.RUNNING
         while self.abort is None and any(process.poll() is None for process in self.processes):
             self.observer.poll()
             self._record_deaths()
@@ -205,7 +205,7 @@ class Supervisor:
         if saves:
             say(f"a rank has failed in the meantime; the others have {SAVE_PATIENCE_S:.0f} s to save")
         self.deadline = now + (SAVE_PATIENCE_S if saves else FAILURE_PATIENCE_S)
-        self.state = State.STOPPING if self.signals or stopped else State.FAILING
+        self.state = RunState.STOPPING if self.signals or stopped else RunState.FAILING
         self.observer.log.text_before_end = self.observer.log.read()
 
     def _record_deaths(self) -> None:
@@ -233,8 +233,8 @@ class Supervisor:
             action = "saving a checkpoint, then stopping" if has_begun_step else "stopping, before the first step"
             say(f"{first.name}: {action}; {again} stops at once")
             stop.announced_at = now
-            if self.state is State.RUNNING:
-                self.state = State.STOPPING
+            if self.state is RunState.RUNNING:
+                self.state = RunState.STOPPING
         stop.is_sent = stop.is_sent or self._send_stop()
         if not self.observer.has_begun_step and now - stop.announced_at > FAILURE_PATIENCE_S:
             # No signal reaches a rank that waits for others in native code, and there is nothing to save.
@@ -254,7 +254,7 @@ class Supervisor:
         With `reach`, exit codes matter only after a signal to this process, because the launcher also signals ranks.
         """
         codes = {death.status for death in self.deaths.values()}
-        if self.reach is not None and self.signals and self.state is not State.FAILING:
+        if self.reach is not None and self.signals and self.state is not RunState.FAILING:
             codes |= self.observer.codes
         return not codes.isdisjoint(STOP_CODES)
 
@@ -273,7 +273,7 @@ class Supervisor:
         failed = [code for rank, code in enumerate(codes) if code and not is_stop_status(code) and rank not in waited]
         # A signal to a run that is already failing, as with a lost node, does not hide the failure.
         at_once = self.abort is Abort.AT_ONCE
-        before_steps = not self.observer.has_begun_step and self.state is not State.FAILING
+        before_steps = not self.observer.has_begun_step and self.state is not RunState.FAILING
         if self.signals and (not failed or at_once or before_steps or has_stopped):
             return choose_stop_code(self.signals, at_once=at_once)
         stopped = [code for code in codes if code in STOP_CODES]
@@ -303,7 +303,7 @@ class Supervisor:
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        if self.reach is None or self.state is State.FAILING or self.abort in (Abort.OUTLIVED, Abort.UNREACHABLE):
+        if self.reach is None or self.state is RunState.FAILING or self.abort in (Abort.OUTLIVED, Abort.UNREACHABLE):
             return False
         return self.reach.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
 

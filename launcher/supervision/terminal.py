@@ -65,7 +65,7 @@ class ConsoleFile:
                 self._show(chunk)
 
     def _show(self, chunk: bytes) -> None:
-        if not _write(chunk) and not self._is_lost:
+        if not _write_to_stdout(chunk) and not self._is_lost:
             self._is_lost = True
             with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
                 log.write("standard output can no longer be written; training continues without it\n")
@@ -78,7 +78,7 @@ class ConsoleFile:
 def restore_terminal() -> None:
     """Show the cursor and clear the incomplete line of a rank that was killed while it showed a progress bar."""
     if os.isatty(1):
-        _write(b"\r\x1b[2K\x1b[?25h")
+        _write_to_stdout(b"\r\x1b[2K\x1b[?25h")
 
 
 def say(message: str) -> None:
@@ -93,7 +93,7 @@ def show(line: str) -> None:
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()
-    _write(f"{sanitize(line)}\n".encode(errors="replace"))
+    _write_to_stdout(f"{sanitize(line)}\n".encode(errors="replace"))
 
 
 def _clear_line() -> None:
@@ -102,7 +102,7 @@ def _clear_line() -> None:
         os.write(2, b"\r\x1b[2K")
 
 
-def _write(data: bytes) -> bool:
+def _write_to_stdout(data: bytes) -> bool:
     """Write all of `data` to stdout; return False on an error instead of raising, because the run must continue."""
     try:
         while data:

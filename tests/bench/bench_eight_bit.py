@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     arguments = parser.parse_args()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, ops.load("cuda"))
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, ops.load_backend("cuda"))
     totals: dict[str, float] = {}
     for name, (width, outs) in SHAPES.items():
         found = line(name, arguments.tokens, width, outs)

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--products", choices=["own", "torch"], default="own", help="who adds the adapter's term")
     options = parser.parse_args()
     experts_kernels.USE_PRODUCT_KERNEL = options.products == "own"
-    ops.load("cuda")
+    ops.load_backend("cuda")
     T, rank = options.tokens, options.rank
     torch.manual_seed(0)
 

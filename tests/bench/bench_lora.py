@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
     options = parser.parse_args()
-    ops.load("cuda")
+    ops.load_backend("cuda")
     copy = copy_gbps()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, commit {commit()},"
           f" copy {copy:.0f} GB/s, bf16 unless said, microseconds")  # fmt: skip

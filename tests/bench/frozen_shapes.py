@@ -29,7 +29,7 @@ def filled(T: int, cols: int) -> float:
 
 
 def main() -> None:
-    ops.load("cuda")
+    ops.load_backend("cuda")
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {bench_lora.commit()}, bf16, microseconds"
     )

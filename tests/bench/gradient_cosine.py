@@ -22,11 +22,11 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoTokenizer
 
 from ops.eight_bit import STORAGE
-from ops.reference import eight_bit_values, quantize_rows
+from ops.reference import decode_8bit_values, quantize_rows
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 
 KINDS = ("bf16", "fp8", "int8", "nf4")
 COLUMNS = (*KINDS, "weights", "fp8 to weights")
@@ -45,10 +45,10 @@ def adapted(folder: Path, kind: str, device: torch.device, ids: Tensor) -> Any:
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear) and not name.endswith("lm_head"):
                 values, scale = quantize_rows(layer.weight.detach(), STORAGE["fp8"])
-                layer.weight.data = eight_bit_values(values) * scale[:, None]
+                layer.weight.data = decode_8bit_values(values) * scale[:, None]
     torch.manual_seed(0)
     model = apply_adapter(model.to(device), LoraSection(r=16, alpha=32), dtype)
-    fuse(
+    fuse_layers(
         model,
         "cuda" if device.type == "cuda" else "reference",
         forward=partial(model, input_ids=ids[:1], use_cache=False),

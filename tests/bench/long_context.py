@@ -18,7 +18,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, Train
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.norm_mlp_rope import replace_elementwise
 from trainer.patches.packed_attention import set_varlen
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
@@ -49,7 +49,7 @@ def build(shape: str, layers: int, device: torch.device, training: dict[str, Any
             torch.nn.init.normal_(parameter, std=0.02)
     flatten_adapter(model, separate_up=False)
     ids = torch.ones(1, 8, dtype=torch.long, device=device)
-    fuse(model, "auto", forward=lambda: model(input_ids=ids, use_cache=False), tokens=8192)
+    fuse_layers(model, "auto", forward=lambda: model(input_ids=ids, use_cache=False), tokens=8192)
     if tile := training.get("tiled_mlp"):
         tile_feed_forward(model, tile)
     enable_recomputation(model, TrainingSection.model_validate({"gradient_checkpointing": True} | training))

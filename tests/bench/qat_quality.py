@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.bench.eight_bit_quality import interval
 from trainer.checkpoint.finished_run import choose_default_device, find_run, load_saved_tokenizer, silence_libraries
 from trainer.commands.evaluate import compute_row_losses, load_held_out_samples
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.samples import split_documents
 
 
@@ -29,7 +29,7 @@ def held_out_loss(run_dir: Path, folder: str, documents: int) -> float:
     model = AutoModelForCausalLM.from_pretrained(run_dir / folder, dtype="auto").to(choose_default_device()).eval()
     total, targets = 0.0, 0
     for document in held_out:
-        batch = collate([document], tokenizer.pad_token_id, packed=False, flat=False)
+        batch = collate_samples([document], tokenizer.pad_token_id, packed=False, flat=False)
         total += float(compute_row_losses(model, batch).sum())
         targets += batch.target_count
     return total / targets

@@ -13,7 +13,7 @@ def kernels() -> Iterator[None]:
     """The CUDA operators, with memory in which an element that a kernel does not write shows."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
-    assert ops.load("cuda").name == "cuda"
+    assert ops.load_backend("cuda").name == "cuda"
     # Every torch.empty is filled with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.ranks.group import exit_process, leave_process_group
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.loss_head import TokenLoss
 
 BASE = "random:llama3.1-8b,num_hidden_layers=8"
@@ -42,7 +42,7 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
     model = apply_adapter(model, LoraSection(), torch.bfloat16)
     if shards is not None:
         shards.attach(model)
-    fuse(model, "auto", forward=lambda: model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device)))
+    fuse_layers(model, "auto", forward=lambda: model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device)))
     held = torch.cuda.memory_allocated() - before
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 1000, (ROWS, LENGTH), generator=generator)

@@ -127,7 +127,7 @@ def outcome(part: str, capability: Capability) -> str:
 
 def main(name: str) -> None:
     LoraOpBuilder([name]).load()
-    assert ops.load("cuda").name == "cuda"
+    assert ops.load_backend("cuda").name == "cuda"
     number = int(name.removeprefix(PTX))
     capability = number // 10, number % 10
     # The operators in C++ know for which card they were built. Those in Python ask the card, which is another one.

@@ -18,7 +18,7 @@ FLOOR = {torch.float32: 1e-7, torch.float16: 1e-5, torch.bfloat16: 1e-4}  # of t
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     if torch.cuda.is_available():
-        assert ops.load("cuda").name == "cuda"
+        assert ops.load_backend("cuda").name == "cuda"
     # Every torch.empty is filled with NaN: an element that a kernel does not write shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

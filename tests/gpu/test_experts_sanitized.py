@@ -29,7 +29,7 @@ pytestmark = [
     ],
 )
 def test_forward_and_backward(T, H, inner, rank, p, interleaved, dtype):
-    ops.load("cuda")
+    ops.load_backend("cuda")
     more = {"p": p, "interleaved": interleaved, "activation": "clamped" if interleaved else "silu", "bias": interleaved}
     # Rounding moves few values across a limit this far out, where the derivative changes.
     check(expert_cases.make(T, 3, 5, H, inner, rank, dtype, **more, limit=8.0).to(dtype, "cuda"))
@@ -39,7 +39,7 @@ def test_forward_and_backward(T, H, inner, rank, p, interleaved, dtype):
 @pytest.mark.parametrize("storage", ["nf4", "nested", "mxfp4"])
 def test_packed_experts(storage, dtype):
     """Dequantised for the products of both directions."""
-    ops.load("cuda")
+    ops.load_backend("cuda")
     E, H, inner, generator = 5, 288, 96, torch.Generator().manual_seed(0)
     shapes = (E, 2 * inner, H), (E, H, inner)
     gate_up, down = (expert_cases.draw_packed(storage, shape, generator) for shape in shapes)
@@ -67,7 +67,7 @@ def check(problem, frozen=None):
 )
 def test_dequantising_alone(storage, rows, cols, dtype):
     """To the bit; no matrix fills the last block of threads."""
-    ops.load("cuda")
+    ops.load_backend("cuda")
     matrix = expert_cases.draw_packed(storage, (3, rows, cols), torch.Generator().manual_seed(0))
     on_card, shape = expert_cases.moved(matrix, "cuda"), [3, rows, cols, matrix.block, matrix.nested_block]
     here = experts_kernels.build_dense_weight(on_card.tensors, matrix.storage, shape, dtype)
@@ -78,7 +78,7 @@ def test_dequantising_alone(storage, rows, cols, dtype):
 @pytest.mark.parametrize("routing", ["ragged", "one"])
 def test_rows_alone(routing, dtype):
     """Sorting, projecting, expanding, the gate and the sums, without a product between them."""
-    ops.load("cuda")
+    ops.load_backend("cuda")
     run, E, K, H, inner, rank = torch.ops.zerolora, 5, 3, 136, 72, 16
     generator = torch.Generator().manual_seed(0)
     index = expert_cases.route(routing, 90, K, E, generator)

@@ -49,7 +49,7 @@ def test_keep_rate_and_mask_bits():
     z, eye = torch.ones(T, width, device="cuda").bfloat16(), torch.eye(width, device="cuda")[:64].bfloat16()
     seed = torch.tensor([42], device="cuda")
     u, _ = torch.ops.zerolora.rank_pass(z, eye, None, p, seed)
-    mask = reference.dropout_mask(seed, T, width, p, torch.float32)
+    mask = reference.build_dropout_mask(seed, T, width, p, torch.float32)
     assert torch.equal(u, mask[:, :64].bfloat16())
     kept = float((mask > 0).double().mean())
     assert abs(kept - (1 - p)) < 4 * (p * (1 - p) / mask.numel()) ** 0.5

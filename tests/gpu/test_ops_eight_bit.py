@@ -41,7 +41,7 @@ def test_quantised_rows_have_the_references_bits(kind, dtype, widths):
         )
         rows = [row for row in range(T) if row != 7]
         assert torch.equal(q[rows], wanted_q[rows])
-        assert reference.eight_bit_values(q[7]).isnan().any() or kind == "int8"
+        assert reference.decode_8bit_values(q[7]).isnan().any() or kind == "int8"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +76,7 @@ def test_a_product_of_fp8_is_as_exact_as_its_sums(fast, depth):
     q, scale = eight_bit.quantize_rows(torch.randn(512, depth, device="cuda"), "fp8")
     right, column = eight_bit.quantize_rows(torch.randn(1024, depth, device="cuda"), "fp8")
     found = torch.ops.zerolora.eight_bit_product(q, scale, right, column, fast)
-    wide = [reference.eight_bit_values(each).double() for each in (q, right)]
+    wide = [reference.decode_8bit_values(each).double() for each in (q, right)]
     wanted = (wide[0] @ wide[1].t()) * scale[:, None] * column
     error = cases.rms(found, wanted) / float(wanted.square().mean().sqrt())
     print(f"depth {depth}, {'fast' if fast else 'exact'} sums: {error:.5f}")

@@ -36,7 +36,7 @@ def operands(rows, cols, depths, rank, dtype, forward):
 
 
 def mask_bits(rows, cols, p=0.1, seed=1234567890123):
-    mask = reference.dropout_mask(torch.tensor([seed], device="cuda"), rows, cols, p, torch.float32)
+    mask = reference.build_dropout_mask(torch.tensor([seed], device="cuda"), rows, cols, p, torch.float32)
     return cases.pack_mask(mask != 0)
 
 
@@ -221,7 +221,7 @@ def test_the_mask_of_dx_is_the_references(rank):
     grad, down, up = ones
     weight, h = torch.zeros(8, width, device="cuda").bfloat16(), normal(rows, rank)
     args = [grad], normal(rows, width), [weight], [down], [up], h, [1.0], 0.5, seed, True, True, True
-    mask = reference.dropout_mask(seed, rows, width, 0.5, torch.bfloat16)
+    mask = reference.build_dropout_mask(seed, rows, width, 0.5, torch.bfloat16)
     assert torch.equal(torch.ops.zerolora.lora_backward(*args)[0], 8 * rank * mask)
 
 

@@ -288,4 +288,4 @@ def test_bad_input_names_the_values():
     with pytest.raises(ValueError, match=r"weight \(64, 64\) for x \(64, 128\)"):
         ops.lora_linear(problem.x, problem.weight[:, :64], None, problem.down, problem.up, 1.0)
     with pytest.raises(ValueError, match=r"reference.*cuda is already loaded"):
-        ops.load("reference")
+        ops.load_backend("reference")

@@ -35,7 +35,7 @@ pytestmark = [
     ],
 )
 def test_forward_and_backward(T, width, out, rank, dtype, p):
-    ops.load("cuda")
+    ops.load_backend("cuda")
     problem = cases.make(T, width, out, rank, dtype, "cuda", p=p, bias=True)
     truth, budget = cases.truth_and_budget(problem)
     assert not cases.overspent(cases.run_operator(problem), truth, budget)
@@ -57,7 +57,7 @@ def _bound(truth, terms, depth, dtype):
     ],
 )
 def test_rank_pass_alone(T, D, rank, dtype, what):
-    ops.load("cuda")
+    ops.load_backend("cuda")
     generator = torch.Generator().manual_seed(0)
     p = 0.0 if what == "both" else 0.1
     seed = torch.tensor([77]) if p else None
@@ -75,7 +75,7 @@ def test_rank_pass_alone(T, D, rank, dtype, what):
 
 
 def _check_expand(T, D, rank, dtype, by_rank, p):
-    ops.load("cuda")
+    ops.load_backend("cuda")
     generator = torch.Generator().manual_seed(0)
     h, q = (torch.randn(rows, rank, generator=generator).to(dtype) for rows in (T, D))
     seed = torch.tensor([77]) if p else None
@@ -122,7 +122,7 @@ def test_rank_expand_through_bulk_stores(T, D, rank, dtype, by_rank):
 )
 def test_frozen_product_through_bulk_copies(T, D, depths, rank, dtype, forward):
     """With a bias forward and a mask backward; its copies and stores are not seen by initcheck."""
-    ops.load("cuda")
+    ops.load_backend("cuda")
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -148,7 +148,7 @@ def test_frozen_product_through_bulk_copies(T, D, depths, rank, dtype, forward):
 
 @pytest.mark.parametrize("count", [(24, 64), (3, 64), (7, 9)])
 def test_nf4_alone(count):
-    ops.load("cuda")
+    ops.load_backend("cuda")
     rows, cols = count
     packed = torch.randint(0, 256, ((rows * cols + 1) // 2,), dtype=torch.uint8).cuda()
     blocks = (rows * cols + 63) // 64
@@ -163,7 +163,7 @@ def test_nf4_alone(count):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.int8], ids=str)
 @pytest.mark.parametrize("widths", [(264,), (136, 72), (77,), (40, 13)], ids=str)
 def test_quantised_rows_alone(widths, storage):
-    ops.load("cuda")
+    ops.load_backend("cuda")
     torch.manual_seed(0)
     parts = [torch.randn(131, width).bfloat16() for width in widths]
     for factors in ([], [torch.rand(width) for width in widths]):
@@ -177,6 +177,6 @@ def test_quantised_rows_alone(widths, storage):
 @pytest.mark.parametrize(("T", "width", "out"), [(300, 272, 144), (65, 77, 129)])
 def test_eight_bit_forward_and_backward(kind, T, width, out):
     """Weights are turned over for dX."""
-    ops.load("cuda")
+    ops.load_backend("cuda")
     problem = eight_bit_cases.make(kind, T, width, out, 16, device="cuda", p=0.1, bias=True)
     eight_bit_cases.check(problem, tensor_cores=kind == "fp8")

@@ -14,7 +14,7 @@ import yaml
 from tests.distributed.conftest import ROOT
 from tests.tiny import make_tokenizer, write_chats
 from trainer.config import LoraSection
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.samples import Sample
 from trainer.model.adapter import apply_adapter
 from trainer.patches.loss_head import TokenLoss
@@ -81,9 +81,9 @@ def test_packed_documents_learn_what_they_learn_alone(folder: Path, dtype: torch
     ids = torch.randint(3, 380, (sum(LENGTHS),), generator=draw)
     pack = Sample(ids.tolist(), [True] * len(ids), LENGTHS)
     documents = [Sample(part.tolist(), [True] * len(part), [len(part)]) for part in ids.split(LENGTHS) if len(part) > 1]
-    alone, expected = learn(loss, model, [collate([each], 0, packed=False, flat=False) for each in documents])
+    alone, expected = learn(loss, model, [collate_samples([each], 0, packed=False, flat=False) for each in documents])
     flat = separate_documents(loss, model, 0, torch.device("cuda"))
-    found, gradient = learn(loss, model, [collate([pack], 0, packed=True, flat=flat)])
+    found, gradient = learn(loss, model, [collate_samples([pack], 0, packed=True, flat=flat)])
     separate = [vars(part).get("forward") for part in model.modules()]
     by_kernels = {forward.by_kernels for forward in separate if isinstance(forward, PerDocumentForward)}
     error = float((gradient - expected).norm() / expected.norm())

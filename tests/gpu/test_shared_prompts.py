@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ops.head import LOSS
 from tests.unit.test_packing_probe import LLAMA, model_of
 from tests.unit.test_shared_prompts import pair
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.samples import join_samples
 from trainer.data.shared_prompts import build_shared_keys
 from trainer.patches.loss_head import TokenLoss
@@ -73,7 +73,7 @@ def test_losses_are_those_of_pairs_alone(name: str, more: dict[str, Any]) -> Non
     assert model.config._attn_implementation == VARLEN
 
     def losses(model: Any, *, flat: bool, shared: bool = False) -> torch.Tensor:
-        batch = collate(samples, 0, packed=True, flat=flat, pairs=True, shared=shared)
+        batch = collate_samples(samples, 0, packed=True, flat=flat, pairs=True, shared=shared)
         return TokenLoss(model).measure_by_token(model, batch, CUDA)[LOSS]
 
     with torch.no_grad():

@@ -34,7 +34,7 @@ class Problem:
     def mask(self) -> Tensor | None:
         if self.seed is None or self.p == 0.0:
             return None
-        return reference.dropout_mask(self.seed, self.x.shape[0], self.x.shape[1], self.p, torch.float64)
+        return reference.build_dropout_mask(self.seed, self.x.shape[0], self.x.shape[1], self.p, torch.float64)
 
 
 @dataclass
@@ -178,5 +178,5 @@ def pack_mask(keep: torch.Tensor) -> torch.Tensor:
     """Pack keep[T,D], bool, into the bits that `reference.unpack_mask` reads."""
     rows, width = keep.shape
     padded = torch.nn.functional.pad(keep, (0, -width % 128)).view(rows, -1, 4, 4, 4, 2)  # row, b, q, c, j, e
-    words = (padded.long() << reference._bit_shifts(keep.device)).sum((2, 4, 5))
+    words = (padded.long() << reference._build_bit_shifts(keep.device)).sum((2, 4, 5))
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).permute(1, 0, 2).contiguous()

@@ -63,7 +63,7 @@ def truth_and_budget(problem: EightBitProblem, *, tensor_cores: bool = False) ->
     none = torch.zeros_like(of.weight)
     truth, budget = cases.truth_and_budget(replace(of, weight=none))
     x_q, t, g_q, u = problem.operands()
-    wide = [reference.eight_bit_values(each).double() for each in (x_q, problem.values, g_q)]
+    wide = [reference.decode_8bit_values(each).double() for each in (x_q, problem.values, g_q)]
     unit = cases.UNIT[of.x.dtype]
 
     def add(name: str, left: Tensor, right: Tensor, row: Tensor, column: Tensor | float) -> None:
@@ -90,4 +90,4 @@ def check(problem: EightBitProblem, *, tensor_cores: bool = False) -> cases.Resu
 
 def dequantize_rows(values: Tensor, row_scale: Tensor) -> Tensor:
     """Return W[O,I] = v W_q in float32."""
-    return reference.eight_bit_values(values) * row_scale[:, None]
+    return reference.decode_8bit_values(values) * row_scale[:, None]

@@ -163,7 +163,9 @@ def truth(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     expert = wide.index.reshape(-1).clamp(0, E - 1)
     x = wide.hidden.repeat_interleave(K, 0)
     masks = [
-        1.0 if wide.seed is None else reference.dropout_mask(wide.seed[i : i + 1], T * K, width, wide.p, torch.float64)
+        1.0
+        if wide.seed is None
+        else reference.build_dropout_mask(wide.seed[i : i + 1], T * K, width, wide.p, torch.float64)
         for i, width in enumerate((H, I))
     ]
 

@@ -97,11 +97,11 @@ def test_torch_without_cuda_is_one_line_and_auto_takes_the_reference(monkeypatch
     monkeypatch.setattr(backend, "_loaded", None)
     monkeypatch.setattr(backend, "_library", None)
     with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* was built without CUDA"):
-        backend.load("cuda")
-    chosen = backend.load("auto")
+        backend.load_backend("cuda")
+    chosen = backend.load_backend("auto")
     assert chosen.name == "reference" and "built without CUDA" in chosen.reason
     with pytest.raises(ValueError, match="expected auto, cuda or reference"):
-        backend.load("triton")  # type: ignore[arg-type]
+        backend.load_backend("triton")  # type: ignore[arg-type]
 
 
 def test_missing_nvcc_is_one_line(monkeypatch):

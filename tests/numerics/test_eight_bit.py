@@ -49,7 +49,7 @@ def test_quantised_rows(kind: str) -> None:
     for row in (0, 4, 5):
         largest = rows[row].abs().max()
         assert scale[row] == largest / top
-        assert reference.eight_bit_values(values[row]).abs().max() == top
+        assert reference.decode_8bit_values(values[row]).abs().max() == top
         step = rows[row].abs() / 16 + largest / top * 2.0**-10 if kind == "fp8" else largest / 254 * 1.0001
         assert ((back[row] - rows[row]).abs() <= step).all()
     for bad in (math.nan, math.inf):
@@ -90,7 +90,7 @@ def test_the_gradients_of_the_adapter_are_those_of_a_plain_base() -> None:
     assert torch.equal(ours.grad_up, plain.grad_up) and torch.equal(ours.grad_down, plain.grad_down)
 
 
-product = reference.eight_bit_product
+product = reference.compute_8bit_product
 MUTATIONS: dict[str, Callable[..., Tensor]] = {
     "no scale of the tokens": lambda q, scale, right, column: product(q, torch.ones_like(scale), right, column),
     "no scale of the weight's rows": lambda q, scale, right, column: product(q, scale, right, None),
@@ -103,7 +103,7 @@ MUTATIONS: dict[str, Callable[..., Tensor]] = {
 def test_mutations_leave_the_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = eight_bit_cases.make("fp8", 50, 96, 64, 4)
     truth, budget = eight_bit_cases.truth_and_budget(problem)
-    monkeypatch.setattr(reference, "eight_bit_product", MUTATIONS[name])
+    monkeypatch.setattr(reference, "compute_8bit_product", MUTATIONS[name])
     assert "y" in cases.overspent(eight_bit_cases.run_operator(problem), truth, budget)
 
 

@@ -185,9 +185,9 @@ def test_weight_emptied_and_refilled_between_forward_and_backward():
 
 def test_mask_keep_rate_and_reproducibility():
     seed, p = torch.tensor([2**61 + 3]), 0.1
-    mask = reference.dropout_mask(seed, 1000, 77, p, torch.float64)
-    assert torch.equal(mask, reference.dropout_mask(seed, 1000, 77, p, torch.float64))
-    assert not torch.equal(mask, reference.dropout_mask(seed + 1, 1000, 77, p, torch.float64))
+    mask = reference.build_dropout_mask(seed, 1000, 77, p, torch.float64)
+    assert torch.equal(mask, reference.build_dropout_mask(seed, 1000, 77, p, torch.float64))
+    assert not torch.equal(mask, reference.build_dropout_mask(seed + 1, 1000, 77, p, torch.float64))
     assert set(mask.unique().tolist()) == {0.0, 1 / (1 - p)}
     kept = float((mask > 0).double().mean())
     assert abs(kept - (1 - p)) < 4 * (p * (1 - p) / mask.numel()) ** 0.5
@@ -209,7 +209,7 @@ def test_philox_matches_the_published_answers():
     original = reference.PHILOX_ROUNDS
     reference.PHILOX_ROUNDS = 10
     try:
-        words = reference._philox(0, torch.tensor([0]))
+        words = reference._draw_philox(0, torch.tensor([0]))
     finally:
         reference.PHILOX_ROUNDS = original
     assert [int(word) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]

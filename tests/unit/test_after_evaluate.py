@@ -15,7 +15,7 @@ from trainer.checkpoint.finished_run import FinishedRun, find_run, load_saved_to
 from trainer.commands import evaluate
 from trainer.commands.evaluate import bootstrap, compute_row_losses, load_held_out_samples
 from trainer.config import UserError
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.samples import Sample, split_documents
 from trainer.patches.loss_head import TokenLoss
 
@@ -64,9 +64,10 @@ def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(r
     model = load_trained_model(run, tokenizer, torch.device("cpu"))
     documents = held_out_documents(run, tokenizer, None, None)
     assert len({len(document.input_ids) for document in documents}) > 2
-    sums = compute_row_losses(model, collate(documents, 0, packed=False, flat=False))
+    sums = compute_row_losses(model, collate_samples(documents, 0, packed=False, flat=False))
     alone = [
-        compute_row_losses(model, collate([document], 0, packed=False, flat=False)).item() for document in documents
+        compute_row_losses(model, collate_samples([document], 0, packed=False, flat=False)).item()
+        for document in documents
     ]
     np.testing.assert_allclose(sums.numpy(), alone, rtol=5e-7)  # in 32 bits, other shapes of the same products
     with torch.no_grad():
@@ -76,7 +77,7 @@ def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(r
             [trained for document in documents for trained in document.trained],
             [len(document.input_ids) for document in documents],
         )
-        packed = TokenLoss(model)(model, collate([whole], 0, packed=True, flat=False), torch.device("cpu"))
+        packed = TokenLoss(model)(model, collate_samples([whole], 0, packed=True, flat=False), torch.device("cpu"))
     assert packed.item() == pytest.approx(sum(alone), rel=1e-5)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.checkpoint import checkpoint_files
-from trainer.checkpoint.adapter_files import find_adapter_damage
+from trainer.checkpoint.adapter_files import describe_adapter_damage
 from trainer.checkpoint.checkpoint_files import (
     choose_checkpoint,
     find_damage,
@@ -222,7 +222,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
 def test_a_damaged_adapter_is_named(run_dir: Path, change: str, problem: str) -> None:
     folder = run_dir / "checkpoint-15"
     file = folder / "adapter_model.safetensors"
-    assert find_adapter_damage(folder) is None
+    assert describe_adapter_damage(folder) is None
     if change == "cut":
         file.write_bytes(file.read_bytes()[:-9])
     elif change == "pickle":
@@ -237,7 +237,7 @@ def test_a_damaged_adapter_is_named(run_dir: Path, change: str, problem: str) ->
         file.unlink()
     else:
         (folder / "adapter_config.json").write_text('{"r": ')
-    found = find_adapter_damage(folder)
+    found = describe_adapter_damage(folder)
     assert found is not None and found.startswith(problem)
 
 
@@ -248,5 +248,5 @@ def test_a_header_of_any_length_is_no_pickle(run_dir: Path, pad: int) -> None:
     (run_dir / "checkpoint-15" / "COMPLETE").unlink()
     digest = write_tensors(file, {"layer.lora_A.weight": torch.ones(4, 3)}, {"pad": "x" * pad})
     assert digest == checkpoint_files.compute_checksum(file)
-    assert find_adapter_damage(run_dir / "checkpoint-15") is None
+    assert describe_adapter_damage(run_dir / "checkpoint-15") is None
     assert {name: value.tolist() for name, value in load_file(file).items()} == {"layer.lora_A.weight": [[1.0] * 3] * 4}

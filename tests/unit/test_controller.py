@@ -258,9 +258,9 @@ def test_a_target_that_a_falling_loss_will_reach_is_not_refused() -> None:
     assert steering.information is not None
     _, squares = steering.information.compute_reachable_squares(1e-4, 1e-4)
     assert (
-        scu.s_ratio(8.5, steering.information.compute_bits(squares))
+        scu.compute_s_ratio(8.5, steering.information.compute_bits(squares))
         < 0.5
-        < scu.s_ratio(0.1, steering.information.compute_bits(squares))
+        < scu.compute_s_ratio(0.1, steering.information.compute_bits(squares))
     )
     assert not any("out of reach" in line for line in steering.check_target(8.5, [1e-4]))
 

@@ -17,7 +17,7 @@ from trainer.data.batches import (
     Batches,
     MicroBatch,
     StreamBatches,
-    collate,
+    collate_samples,
     iterate_evaluation_batches,
     merge_batches,
 )
@@ -84,7 +84,7 @@ def test_best_fit_against_a_search_of_all_packs(seed: int) -> None:
 
 
 def test_a_padded_batch() -> None:
-    batch = collate([document(1, 3, trained_from=2), document(2, 2)], PAD, packed=False, flat=False)
+    batch = collate_samples([document(1, 3, trained_from=2), document(2, 2)], PAD, packed=False, flat=False)
     assert batch.input_ids.tolist() == [[100, 101, 102], [200, 201, PAD]]
     assert batch.targets.tolist() == [[IGNORED, 102, IGNORED], [201, IGNORED, IGNORED]]
     assert batch.attention_mask is not None and batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -95,7 +95,7 @@ def test_a_padded_batch() -> None:
 
 def test_a_packed_batch_keeps_documents_apart() -> None:
     first = join_samples([document(1, 3, trained_from=0), document(2, 2, trained_from=0)])
-    batch = collate([first, document(3, 2)], PAD, packed=True, flat=False)
+    batch = collate_samples([first, document(3, 2)], PAD, packed=True, flat=False)
     assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201], [300, 301, PAD, PAD, PAD]]
     # 200 is trained, and nobody's target: what stands before it is another document.
     assert batch.targets.tolist() == [[101, 102, IGNORED, 201, IGNORED], [301, IGNORED, IGNORED, IGNORED, IGNORED]]
@@ -107,7 +107,7 @@ def test_a_packed_batch_keeps_documents_apart() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_flat_batch_has_no_padding(packed: bool) -> None:
     rows = [join_samples([document(1, 3), document(2, 2)]), document(3, 2)]
-    batch = collate(rows, PAD, packed=packed, flat=True)
+    batch = collate_samples(rows, PAD, packed=packed, flat=True)
     assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201, 300, 301]]
     assert batch.targets.tolist() == [[101, 102, IGNORED, 201, IGNORED, 301, IGNORED]]
     assert batch.position_ids is not None and batch.cu_seqlens is not None
@@ -119,7 +119,7 @@ def test_a_flat_batch_has_no_padding(packed: bool) -> None:
 
 @pytest.mark.parametrize(("packed", "flat"), [(False, False), (True, False), (True, True)])
 def test_a_dummy_has_no_targets(packed: bool, flat: bool) -> None:
-    batch = collate([], PAD, packed=packed, flat=flat)
+    batch = collate_samples([], PAD, packed=packed, flat=flat)
     assert batch.input_ids.shape[0] == 1 and set(batch.input_ids.flatten().tolist()) == {PAD}
     assert set(batch.targets.flatten().tolist()) == {IGNORED}
     assert batch.tokens == 0
@@ -140,8 +140,8 @@ def test_a_document_has_the_same_loss_alone_and_packed() -> None:
 
     parts = [document(1, 7), document(2, 5), document(3, 9)]
     with torch.no_grad():
-        alone = [losses(collate([part], PAD, packed=False, flat=False)) for part in parts]
-        packed = losses(collate([join_samples(parts[:2]), parts[2]], PAD, packed=True, flat=False))
+        alone = [losses(collate_samples([part], PAD, packed=False, flat=False)) for part in parts]
+        packed = losses(collate_samples([join_samples(parts[:2]), parts[2]], PAD, packed=True, flat=False))
     expected = torch.cat([alone[0], alone[1], alone[2], torch.zeros(3)])
     torch.testing.assert_close(packed, expected, rtol=5e-7, atol=0)  # in 32 bits, products of other shapes
     assert (expected[:6] > 0.1).all()
@@ -318,8 +318,8 @@ def test_merged_batches_are_those_of_all_rows_together(layout: str) -> None:
     several = layout != "rows"
     groups = [[sample(5, 3) if several else sample(8)], [sample(4), sample(2, 9) if several else sample(11)]]
     options: dict[str, Any] = {"packed": several, "flat": layout == "flat"}
-    merged = merge_batches([collate(rows, 0, **options) for rows in groups], 0)
-    expected = collate([row for rows in groups for row in rows], 0, **options)
+    merged = merge_batches([collate_samples(rows, 0, **options) for rows in groups], 0)
+    expected = collate_samples([row for rows in groups for row in rows], 0, **options)
     for name in ("input_ids", "targets", "attention_mask", "unpadded", "cu_seqlens", "weights"):
         found, wanted = getattr(merged, name), getattr(expected, name)
         assert (found is None) == (wanted is None), name

@@ -102,8 +102,8 @@ def test_what_a_file_system_keeps_of_removed_files_is_no_part_of_the_data(tmp_pa
 
 def _prepare_at_once(folder: str, tokenizer_folder: str, start: Any, results: Any) -> None:
     built: list[int] = []
-    build = prepare_module._build
-    prepare_module._build = lambda *arguments: (built.append(1), build(*arguments))[1]
+    build = prepare_module._build_cache
+    prepare_module._build_cache = lambda *arguments: (built.append(1), build(*arguments))[1]
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     start.wait()

@@ -205,7 +205,7 @@ def test_workers_change_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_second_call_reads_the_cache(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     write_chats(Path("chats.jsonl"), 10)
     first = prepared(tokenizer, val_split=0.2)
-    monkeypatch.setattr(prepare_module, "_build", lambda *_: pytest.fail("built twice"))
+    monkeypatch.setattr(prepare_module, "_build_cache", lambda *_: pytest.fail("built twice"))
     second = prepared(tokenizer, val_split=0.2)
     assert count_samples(second) == count_samples(first) and second.stats == first.stats
     assert texts(tokenizer, second.evaluation) == texts(tokenizer, first.evaluation)
@@ -239,7 +239,7 @@ def test_what_an_interrupted_build_left_is_not_used(tokenizer: PreTrainedTokeniz
 
 def _count_builds(folder: str, tokenizer_folder: str, start: Any, results: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    build = prepare_module._build
+    build = prepare_module._build_cache
     built: list[int] = []
 
     def slow_build(*arguments: Any) -> None:
@@ -247,7 +247,7 @@ def _count_builds(folder: str, tokenizer_folder: str, start: Any, results: Any) 
         time.sleep(0.5)  # the others are at the lock by now
         build(*arguments)
 
-    prepare_module._build = slow_build  # type: ignore[assignment]
+    prepare_module._build_cache = slow_build  # type: ignore[assignment]
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
     start.wait()
     data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)

@@ -15,7 +15,7 @@ import ops.head
 from ops.head import sum_divergences
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, ScuSection, UserError
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.cache import prepare_reference
 from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
@@ -128,7 +128,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
     """Fused, from logits, and with a head that is trained in full, which has a copy in the base."""
     model = adapted(modules_to_save=["lm_head"] if save_head else None)
     samples = documents(4)
-    batch = collate(samples, 0, packed=False, flat=False)
+    batch = collate_samples(samples, 0, packed=False, flat=False)
     loss = TokenLoss(model, fused=fused)
     base = loss.compute_base_states(model, batch, CPU)
     got = loss.compute_divergence(model, batch, CPU, base_states=base, with_gradient=True)
@@ -170,10 +170,10 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
         flat = flatten_adapter(model, separate_up=False)
         assert flat is not None
         loss = TokenLoss(model)
-        batch = collate(documents(3), 0, packed=False, flat=False)
+        batch = collate_samples(documents(3), 0, packed=False, flat=False)
         total = loss(model, batch, torch.device("cpu"))
         if between:
-            other = collate(documents(5), 0, packed=False, flat=False)
+            other = collate_samples(documents(5), 0, packed=False, flat=False)
             base = loss.compute_base_states(model, other, CPU)
             divergence = loss.compute_divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
             total = total + 0.0 * divergence
@@ -380,7 +380,7 @@ def test_a_pass_over_reference_text_recomputes_next_to_a_replayed_loss() -> None
         flat = flatten_adapter(model, separate_up=False)
         assert flat is not None
         (buffer,), loss, found = flat.buffers, TokenLoss(model), list[Tensor]()
-        batch = collate(documents(3), 0, packed=False, flat=False)
+        batch = collate_samples(documents(3), 0, packed=False, flat=False)
         loss(model, batch, CPU).backward()
         for _ in range(2):
             with torch.no_grad():

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _run, _run_on_hosts, print_checks
+from launcher.doctor.command import _run_on_hosts, _run_probe, print_checks
 from launcher.doctor.this_host import (
     check_build_locks,
     check_folders,
@@ -28,7 +28,7 @@ from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, compute_collective_timeout
 from trainer.contract.json_records import MARK, Check
-from trainer.parallel.ranks.agreement import Report, find_differences
+from trainer.parallel.ranks.agreement import RankReport, find_differences
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -160,8 +160,8 @@ def test_one_rank_has_no_link_to_be_slow() -> None:
 
 def test_versions_that_differ_are_named_by_host() -> None:
     """The comparison that the ranks of the doctor share with the start of a run."""
-    good = Report(0, "n1", "cpu", "", {"peft": "0.21.2"})
-    ((problem, _),) = find_differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
+    good = RankReport(0, "n1", "cpu", "", {"peft": "0.21.2"})
+    ((problem, _),) = find_differences([good, RankReport(1, "n2", "cpu", "", {"peft": "0.20.0"})])
     assert "0.21.2 on n1" in problem and "0.20.0 on n2" in problem
 
 
@@ -200,7 +200,7 @@ def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.Ca
 
 
 def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
-    found, words = _run(Command(("sh", "-c", "sleep 3600"), 1, {}, ()), 1.0)
+    found, words = _run_probe(Command(("sh", "-c", "sleep 3600"), 1, {}, ()), 1.0)
     assert found is None and "no response within 1 s" in words
 
 

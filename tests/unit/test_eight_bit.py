@@ -19,7 +19,7 @@ from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
 from trainer.model.targets import describe_unadapted_layers
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 
 IDS = torch.arange(3, 43).view(2, 20)
 
@@ -71,7 +71,7 @@ def test_the_operators_take_it_and_pefts_own_forward_as_well(folder: Path, kind:
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, 0, 0.1)
         if fused:
-            report = fuse(model, "reference", forward=partial(model, input_ids=IDS, use_cache=False))
+            report = fuse_layers(model, "reference", forward=partial(model, input_ids=IDS, use_cache=False))
             assert (report.fused, report.total) == (14, 14)
         logits = model(input_ids=IDS, use_cache=False).logits
         logits.square().mean().backward()

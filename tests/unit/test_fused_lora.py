@@ -13,7 +13,7 @@ from tests.tiny import make_model
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
-from trainer.patches.fused_lora import FusionReport, check_operators, fuse
+from trainer.patches.fused_lora import FusionReport, check_operators, fuse_layers
 
 IDS = torch.arange(3, 43).view(2, 20)
 
@@ -52,7 +52,7 @@ def run(model: Any) -> Iterator[Tensor]:
 
 
 def fused(model: Any) -> FusionReport:
-    return fuse(model, "reference", forward=lambda: model(input_ids=IDS, use_cache=False))
+    return fuse_layers(model, "reference", forward=lambda: model(input_ids=IDS, use_cache=False))
 
 
 @pytest.mark.parametrize("quantized", [False, True])

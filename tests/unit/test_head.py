@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import ops.head
 from ops.head import sum_token_losses
 from tests.tiny import make_model
-from trainer.data.batches import MicroBatch, collate
+from trainer.data.batches import MicroBatch, collate_samples
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss
 
@@ -76,7 +76,7 @@ def test_nothing_is_differentiated_without_a_gradient_and_bad_input_is_refused()
 
 def _batch() -> MicroBatch:
     samples = [Sample([5, 9, 31, 77, 12], [False, True, True, False, True], [5]), Sample([7] * 3, [True] * 3, [3])]
-    return collate(samples, 0, packed=False, flat=False)
+    return collate_samples(samples, 0, packed=False, flat=False)
 
 
 def _model(folder: Path, kind: str) -> Any:

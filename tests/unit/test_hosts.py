@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan import Request
+from launcher.plan import LaunchRequest
 from launcher.targets.hostfile import choose_slots, read_hostfile
 from launcher.targets.local import build_hostfile_command, select_exported_variables, write_environment
 from launcher.targets.mpi import build_mpirun_command
@@ -156,19 +156,19 @@ def test_mpirun_takes_gpus_from_0_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
-        (Request("ssh"), "--launcher ssh: must be one of auto, local, hostfile, slurm, mpi"),
-        (Request("hostfile"), "--launcher hostfile: needs --hostfile FILE"),
-        (Request("slurm", Path("h")), ": slurm takes no hostfile; use --launcher"),
-        (Request("local", Path("h")), ": local takes no hostfile; use --launcher"),
-        (Request("local", num_nodes=2), "--num-nodes 2: a local run"),
-        (Request("local", include="a:0"), "--include a:0: needs --hostfile"),
-        (Request("local", exclude="a:0"), "--exclude a:0: needs --hostfile"),
-        (Request("local", master_addr="10.0.0.1"), "--master-addr 10.0.0.1: a local run"),
-        (Request("local", master_port=70_000), "--master-port 70000"),
-        (Request("hostfile", Path("h"), master_addr="-x y"), "--master-addr -x y: must be a host name"),
+        (LaunchRequest("ssh"), "--launcher ssh: must be one of auto, local, hostfile, slurm, mpi"),
+        (LaunchRequest("hostfile"), "--launcher hostfile: needs --hostfile FILE"),
+        (LaunchRequest("slurm", Path("h")), ": slurm takes no hostfile; use --launcher"),
+        (LaunchRequest("local", Path("h")), ": local takes no hostfile; use --launcher"),
+        (LaunchRequest("local", num_nodes=2), "--num-nodes 2: a local run"),
+        (LaunchRequest("local", include="a:0"), "--include a:0: needs --hostfile"),
+        (LaunchRequest("local", exclude="a:0"), "--exclude a:0: needs --hostfile"),
+        (LaunchRequest("local", master_addr="10.0.0.1"), "--master-addr 10.0.0.1: a local run"),
+        (LaunchRequest("local", master_port=70_000), "--master-port 70000"),
+        (LaunchRequest("hostfile", Path("h"), master_addr="-x y"), "--master-addr -x y: must be a host name"),
     ],
 )
-def test_requests_that_contradict_themselves(request_: Request, complaint: str) -> None:
+def test_requests_that_contradict_themselves(request_: LaunchRequest, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         request_.resolve_launcher()
 
@@ -177,9 +177,9 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert Request().resolve_launcher() == "local"
-    assert Request(hostfile=Path("h")).resolve_launcher() == "hostfile"
+    assert LaunchRequest().resolve_launcher() == "local"
+    assert LaunchRequest(hostfile=Path("h")).resolve_launcher() == "hostfile"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert Request().resolve_launcher() == "slurm"
-    assert Request(hostfile=Path("h")).resolve_launcher() == "hostfile"
-    assert Request("local").resolve_launcher() == "local"
+    assert LaunchRequest().resolve_launcher() == "slurm"
+    assert LaunchRequest(hostfile=Path("h")).resolve_launcher() == "hostfile"
+    assert LaunchRequest("local").resolve_launcher() == "local"

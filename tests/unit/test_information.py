@@ -14,7 +14,7 @@ from trainer.config import LoraSection, UserError
 from trainer.model.adapter import apply_adapter
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.scu import information as information_module
-from trainer.scu.information import AdapterInformation, data_bpt, find_pairs
+from trainer.scu.information import AdapterInformation, compute_data_bpt, find_pairs
 
 MEASURES = ("delta", "factors")
 TINY = LlamaConfig(
@@ -121,7 +121,7 @@ def test_bits_and_nats_are_those_of_a_gaussian_prior() -> None:
     squares = information.compute_squares().item()
     assert information.compute_bits(squares) == pytest.approx(squares / (2 * 0.02**2 * 500 * math.log(2)))
     assert information.nats_per_square * squares == pytest.approx(information.compute_bits(squares) * math.log(2))
-    assert data_bpt(3.0 * math.log(2), 2) == pytest.approx(1.5)
+    assert compute_data_bpt(3.0 * math.log(2), 2) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("measure", MEASURES)

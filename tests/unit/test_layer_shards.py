@@ -18,7 +18,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -174,7 +174,7 @@ def test_scales_of_4bit_weights_are_cut_with_them(folder: Path) -> None:
 
 def test_the_operators_test_themselves_and_find_groups(folder: Path) -> None:
     model = adapted(folder, cut=True)
-    report = fuse(model, "reference", forward=lambda: model(input_ids=IDS, use_cache=False))
+    report = fuse_layers(model, "reference", forward=lambda: model(input_ids=IDS, use_cache=False))
     assert report.fused == 14
     assert sorted(len(group) for group in report.groups) == [1, 1, 1, 1, 2, 2, 3, 3]
 

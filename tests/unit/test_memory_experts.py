@@ -12,7 +12,7 @@ from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, seen, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import Shapes, base_weight_bytes, dequantized_expert_bytes, gathered_bytes
+from trainer.memory.stored_weights import ModelShapes, base_weight_bytes, dequantized_expert_bytes, gathered_bytes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import list_packed_tensors
@@ -41,7 +41,7 @@ def made(folder: Path, family: str) -> Path:
     return store_in_mxfp4(folder) if family == "mxfp4" else folder
 
 
-def shapes_of(folder: Path) -> Shapes:
+def shapes_of(folder: Path) -> ModelShapes:
     return read_shapes(load_model_config(str(folder), ModelSection()), ModelSection(), ATTENTION)
 
 

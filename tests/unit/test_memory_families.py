@@ -15,7 +15,7 @@ from trainer.memory.activations import FP32, Activations, MicroStep
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.model_kind import has_soft_cap
 from trainer.parallel.engine.deepspeed_engine import DTYPES
@@ -49,7 +49,7 @@ def model_config(name: str) -> Any:
 
 
 @cache
-def shapes_of(name: str) -> Shapes:
+def shapes_of(name: str) -> ModelShapes:
     return read_shapes(model_config(name), ModelSection(), config_of().lora)
 
 

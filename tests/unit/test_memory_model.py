@@ -25,12 +25,19 @@ from trainer.memory.bytes import (
 )
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, observe_layers
-from trainer.memory.stored_weights import Placement, Shapes, Weight, base_weight_bytes, gathered_bytes, stored_bytes
+from trainer.memory.stored_weights import (
+    ModelShapes,
+    Placement,
+    Weight,
+    base_weight_bytes,
+    gathered_bytes,
+    stored_bytes,
+)
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.four_bit import quantize_linear
 from trainer.parallel.engine.optimizer import build_optimizer
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.norm_mlp_rope import install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
@@ -49,7 +56,7 @@ MAMBA = (
 
 
 @cache
-def shapes_of(name: str, rank: int = 8, target: str = "all-linear") -> Shapes:
+def shapes_of(name: str, rank: int = 8, target: str = "all-linear") -> ModelShapes:
     """Rank 0 stands for no adapter."""
     lora = LoraSection(r=rank, target_modules=(target,)) if rank else None
     return read_shapes(load_model_config(name, ModelSection()), ModelSection(), lora)
@@ -89,7 +96,7 @@ def work(**changes: Any) -> MicroStep:
     return MicroStep(**(settings | changes), training=training)
 
 
-def seen(shapes: Shapes, step: MicroStep) -> Activations:
+def seen(shapes: ModelShapes, step: MicroStep) -> Activations:
     plain = replace(step.kernels, recomputed="none", selective=False)
     kept, whole = (observe_layers(shapes, kernels, step.rows) for kernels in (step.kernels, plain))
     return combine_layers([kept[kind] for kind in shapes.layers], [whole[kind] for kind in shapes.layers], 1.0, step)
@@ -110,7 +117,7 @@ def adapted(name: str, dtype: torch.dtype, *, fused: bool, attention: str = "sdp
     model = apply_adapter(model, LoraSection(r=8), dtype)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     if fused:
-        fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
+        fuse_layers(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
     return model.train()
 
 
@@ -162,7 +169,7 @@ def test_recomputed_results_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (replaced.mlps, replaced.norms) == (3, 7)
     model = apply_adapter(model, LoraSection(r=8), torch.float32)
     tokens = torch.zeros(1, 8, dtype=torch.long)
-    fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
+    fuse_layers(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
     install_input_recomputation(model)
     saved = bytes_saved(model.train())
     layers = seen(shapes_of(MODELS["llama"]), work(elementwise=True, recomputed="norms")).kept
@@ -215,7 +222,7 @@ def test_capped_scores_are_kept_too(dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     model = apply_adapter(model, LoraSection(r=8), dtype)
     tokens = torch.zeros(1, 8, dtype=torch.long)
-    fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
+    fuse_layers(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
     saved = bytes_saved(model.train())
     shapes = read_shapes(config, ModelSection(), LoraSection(r=8))
     assert not shapes.properties.sdpa

@@ -17,7 +17,7 @@ from trainer.commands.estimate import build_report, main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.memory.advice import _combine_changes, describe_misfit, find_smaller_batch, suggest_changes
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
@@ -26,7 +26,7 @@ from trainer.memory.observed import observe_layers
 from trainer.memory.oom_recovery import Recovery, StepOutOfMemoryError
 from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, format_gib
 from trainer.memory.preflight import plan_for_machine
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
 from trainer.setup.preflight import prepare
 
@@ -35,7 +35,7 @@ BF16_GPU = Machine(4, on_gpu=True, precision="bf16", own_kernels=True, flash=Tru
 
 
 @pytest.fixture(scope="module")
-def shapes() -> Shapes:
+def shapes() -> ModelShapes:
     return read_shapes(load_model_config("random:llama3.1-8b", ModelSection()), ModelSection(), LoraSection())
 
 
@@ -53,7 +53,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def planner(shapes: Shapes, config: RunConfig) -> Planner:
+def planner(shapes: ModelShapes, config: RunConfig) -> Planner:
     return Planner(shapes, Lengths.assume(config), BF16_GPU)
 
 
@@ -139,7 +139,7 @@ def test_ranks_that_share_a_sequence_keep_a_fraction_of_it(planner: Planner, con
     assert planner.find_largest_useful_batch(together) == 6, "4 ranks read as one"
 
 
-def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
+def test_no_more_rows_than_there_are(shapes: ModelShapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
     assert few.find_largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
     assert few.find_largest_useful_batch(config) == 3
@@ -382,7 +382,7 @@ def test_the_launcher_takes_an_exit_code_as_it_comes(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, PreparedRun]:
     """20 chats for a model of a published shape, without weights."""
     folder = tmp_path_factory.mktemp("prepared")
     tree = {
@@ -396,7 +396,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepa
     return config, prepare(config)
 
 
-def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, Prepared]) -> None:
+def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, PreparedRun]) -> None:
     config, found = prepared
     lengths = Lengths.from_samples(config, found.data.train)
     samples = [found.data.train[index] for index in range(20)]
@@ -406,7 +406,7 @@ def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, Prepared]) -> 
 
 
 def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
-    prepared: tuple[RunConfig, Prepared],
+    prepared: tuple[RunConfig, PreparedRun],
 ) -> None:
     config, found = prepared
     with pytest.raises(UserError) as refusal:
@@ -421,7 +421,7 @@ def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
     assert plan_for_machine(Planner, BF16_GPU, config, found, 80 * GIB).notes == ()
 
 
-def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -> None:
+def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, PreparedRun]) -> None:
     config, found = prepared
     plan = plan_for_machine(
         Planner, BF16_GPU, apply_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB
@@ -432,7 +432,7 @@ def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -
     assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults without a GPU",)
 
 
-def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, Prepared]) -> None:
+def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, PreparedRun]) -> None:
     config, found = prepared
     unknown = replace(found, model_config=object())
     assert plan_for_machine(Planner, BF16_GPU, config, unknown, 80 * GIB).estimate is None

@@ -43,7 +43,7 @@ from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
 from trainer.monitor.metrics import read_metrics
 from trainer.setup.preflight import prepare
@@ -251,7 +251,7 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
     work = planner.build_work(config, planner.build_decisions(config))
     lengths = []
 
-    def observe(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
+    def observe(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
         lengths.append(kernels.length)
         return observe_layers(shapes, kernels, rows)
 

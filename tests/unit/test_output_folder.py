@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, find_output_problem
+from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, describe_output_problem
 from trainer.checkpoint.run_record import (
     RESULT,
     clear_folder,
@@ -208,7 +208,7 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
         {"training": {"resume_from_checkpoint": "latest"}},
     ):
         check_output_folder(config(**changes))
-        assert find_output_problem(config(**changes)) is None
+        assert describe_output_problem(config(**changes)) is None
 
 
 def test_copied_checkpoints_can_be_resumed(place: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.families import tiny_family
 from trainer.config import LoraSection, UserError
 from trainer.config.training_sections import TrainingSection
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.samples import Sample
 from trainer.model.adapter import apply_adapter
 from trainer.patches.loss_head import TokenLoss
@@ -70,11 +70,13 @@ def learn(loss: TokenLoss, model: Any, batches: list[Any]) -> tuple[float, torch
 def test_packed_documents_learn_what_they_learn_alone(kind: str, recomputed: str) -> None:
     model = adapted(kind, recomputed)
     loss = TokenLoss(model)
-    rows = [collate([sample], 0, packed=False, flat=False) for sample in documents() if len(sample.input_ids) > 1]
+    rows = [
+        collate_samples([sample], 0, packed=False, flat=False) for sample in documents() if len(sample.input_ids) > 1
+    ]
     alone, expected = learn(loss, model, rows)
-    together = [collate([pack], 0, packed=True, flat=False) for pack in packs()]
+    together = [collate_samples([pack], 0, packed=True, flat=False) for pack in packs()]
     assert not separate_documents(loss, model, 0, CPU)
-    for batches in (together, [collate(packs(), 0, packed=True, flat=False)]):
+    for batches in (together, [collate_samples(packs(), 0, packed=True, flat=False)]):
         found, gradient = learn(loss, model, batches)
         assert found == pytest.approx(alone, rel=1e-6)
         error = (gradient - expected).abs().max() / expected.abs().max()
@@ -88,8 +90,10 @@ def test_attention_without_positions_keeps_documents_apart() -> None:
     """transformers gives the masks of Granite 4.0 H no positions, so its attention joined the documents of a pack."""
     model = tiny_family("granitemoehybrid", layer_types=["linear_attention", "full_attention"] * 2)
     loss = TokenLoss(model)
-    rows = [collate([sample], 0, packed=False, flat=False) for sample in documents() if len(sample.input_ids) > 1]
-    together = [collate([pack], 0, packed=True, flat=False) for pack in packs()]
+    rows = [
+        collate_samples([sample], 0, packed=False, flat=False) for sample in documents() if len(sample.input_ids) > 1
+    ]
+    together = [collate_samples([pack], 0, packed=True, flat=False) for pack in packs()]
     assert not separate_documents(loss, model, 0, CPU)
     alone, packed = ([float(loss(model, batch, CPU).detach()) for batch in batches] for batches in (rows, together))
     assert sum(packed) == pytest.approx(sum(alone), rel=1e-6)

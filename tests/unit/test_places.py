@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher import rank_slots
-from launcher.plan import Request, plan
+from launcher.plan import LaunchRequest, plan
 from launcher.rank_slots import RankSlots, find_largest_divisor
 from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation, build_srun_command
@@ -27,7 +27,7 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank
     )
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
     monkeypatch.setattr("launcher.plan._resolve_address", lambda host: host)
-    request = Request(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
+    request = LaunchRequest(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
     return RankSlots(request, tmp_path, plan(request, tmp_path)[0]), answering
 
 
@@ -37,7 +37,7 @@ def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots
     lost: list[str] = []
     build = partial(build_srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
     monkeypatch.setattr(rank_slots, "detect_lost_nodes", lambda allocation: list(lost))
-    return RankSlots(Request(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
+    return RankSlots(LaunchRequest(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
 
 
 def included(places: RankSlots, excluded: frozenset[int], total: int | None) -> str:
@@ -128,7 +128,7 @@ def test_the_whole_node_of_a_failed_rank_is_excluded(on_nodes: tuple[RankSlots, 
 
 
 def test_ranks_of_this_machine(tmp_path: Path) -> None:
-    request = Request(launcher="local", num_gpus=2)
+    request = LaunchRequest(launcher="local", num_gpus=2)
     places = RankSlots(request, tmp_path, partial(build_local_command, gpus=[], num_gpus=2, port=1))
     assert places.find_failure_domain(1) == ("the slot of rank 1", {1})
     again = places.plan_restart(frozenset({1}), 12)
@@ -143,7 +143,7 @@ def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
     there = [f"GPU-{number}" for number in range(8)]
     monkeypatch.setattr(rank_slots, "list_installed_gpus", lambda: list(there))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
-    request = Request(launcher="local")
+    request = LaunchRequest(launcher="local")
     places = RankSlots(request, tmp_path, partial(build_local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
     assert places.find_failure_domain(2) == ("GPU 5", {2})
     there.remove("GPU-2")

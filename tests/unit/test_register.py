@@ -12,7 +12,7 @@ from torch import nn
 from scripts.workarounds import Replacement, collect, markdown
 from trainer.config import TrainingSection
 from trainer.contract.known_versions import KNOWN
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.norm_mlp_rope import install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import replace, undo
@@ -129,7 +129,7 @@ def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:
     model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     tokens = torch.arange(8)[None]
     plain = {name for name, module in model.named_modules() if "forward" in vars(module)}
-    fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
+    fuse_layers(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
     install_input_recomputation(model)
     enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
     patched = model(input_ids=tokens, use_cache=False).logits

@@ -21,7 +21,7 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands import chat, evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError, load_config
-from trainer.data.batches import PairBatch, collate
+from trainer.data.batches import PairBatch, collate_samples
 from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.random_weights import init_score_head
 from trainer.parallel.ranks.group import set_seed
@@ -147,7 +147,7 @@ def test_margins_are_read_from_the_records(ground: Path, tmp_path: Path) -> None
             samples = prepare(configure(ground, **(REWARD | changes | {"dataset__packing": packing}))).data.train
             assert isinstance(samples, Samples)
             assert sorted(margin for sample in samples for margin in sample.margins) == sorted(MARGINS * 4)
-            batch = collate(list(samples), 0, packed=packing, flat=packing, pairs=True)
+            batch = collate_samples(list(samples), 0, packed=packing, flat=packing, pairs=True)
             assert isinstance(batch, PairBatch) and batch.margins is not None
             assert batch.margins.tolist() == [margin for sample in samples for margin in sample.margins]
             assert packing or batch.margins.tolist() == list(MARGINS * 4)
@@ -267,11 +267,11 @@ def test_a_base_in_4_bits_keeps_its_score_head(ground: Path, stage: int) -> None
 def test_the_score_is_that_of_the_last_token_but_padding() -> None:
     """As transformers finds it, also where texts end in the padding token."""
     pairs = [Sample([5, 6, 0, 7, 0, 8, 9], [False, True] + [True] * 5, [5, 2]), Sample([4, 3, 4], [True] * 3, [1, 2])]
-    flat = collate(pairs, 0, packed=True, flat=True, pairs=True)
+    flat = collate_samples(pairs, 0, packed=True, flat=True, pairs=True)
     assert find_last_tokens(flat, 0).tolist() == [3, 6, 7, 9]
-    rows = collate(pairs, 0, packed=True, flat=False, pairs=True)
+    rows = collate_samples(pairs, 0, packed=True, flat=False, pairs=True)
     assert find_last_tokens(rows, 0).tolist() == [3, 6, 7, 9]
-    apart = collate(pairs, 0, packed=False, flat=False, pairs=True)
+    apart = collate_samples(pairs, 0, packed=False, flat=False, pairs=True)
     assert find_last_tokens(apart, 0).tolist() == [3, 6, 10, 16]
 
 

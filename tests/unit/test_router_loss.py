@@ -8,7 +8,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.unit.test_experts import LORA, base_of
 from trainer.config import LoraSection, UserError
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.samples import Sample
 from trainer.model.adapter import apply_adapter
 from trainer.model.expert_targets import check_router_loss
@@ -25,7 +25,7 @@ def test_it_is_what_transformers_adds_and_reaches_the_router(model_type: str) ->
     model = apply_adapter(base_of(model_type), lora, torch.float32).train()
     check_router_loss(model.get_base_model(), WEIGHT, lora)
     tokens = list(range(5, 25))
-    batch: Any = collate([Sample(tokens, [True] * len(tokens), [len(tokens)])], 0, packed=False, flat=False)
+    batch: Any = collate_samples([Sample(tokens, [True] * len(tokens), [len(tokens)])], 0, packed=False, flat=False)
     loss_of = TokenLoss(model, balance=WEIGHT)
     loss = loss_of(model, batch, CPU)
     ids = torch.tensor([tokens])
@@ -49,7 +49,7 @@ def test_it_is_what_transformers_adds_and_reaches_the_router(model_type: str) ->
 def test_padding_is_not_balanced() -> None:
     model = apply_adapter(base_of("mixtral"), LoraSection(**LORA, target_modules=("gate",)), torch.float32).train()
     samples = [Sample(list(range(5, 5 + n)), [True] * n, [n]) for n in (20, 7)]
-    batch: Any = collate(samples, 0, packed=False, flat=False)
+    batch: Any = collate_samples(samples, 0, packed=False, flat=False)
     assert batch.attention_mask is not None and not batch.attention_mask.all()
     loss_of = TokenLoss(model, balance=1.0)
     loss_of(model, batch, CPU)
@@ -71,11 +71,11 @@ def test_padding_of_packed_rows_is_not_balanced(packed: bool) -> None:
         for lengths in documents
     ]
     loss_of = TokenLoss(model, balance=1.0)
-    batch: Any = collate(samples, 0, packed=packed, flat=False)
+    batch: Any = collate_samples(samples, 0, packed=packed, flat=False)
     loss_of(model, batch, CPU)
     logits: list[torch.Tensor] = []
     for sample in samples:
-        alone: Any = collate([sample], 0, packed=packed, flat=False)
+        alone: Any = collate_samples([sample], 0, packed=packed, flat=False)
         places = {} if alone.position_ids is None else {"position_ids": alone.position_ids}
         found = model(alone.input_ids, **places, use_cache=False, output_router_logits=True).router_logits
         logits = [torch.cat(pair) for pair in zip(logits, found, strict=True)] if logits else list(found)

@@ -34,7 +34,7 @@ def laws(draw: st.DrawFn) -> scu.Law:
     )
 
 
-def settled(law: scu.Law, odds: float, within: float | None = None) -> tuple[bool, scu.State]:
+def settled(law: scu.Law, odds: float, within: float | None = None) -> tuple[bool, scu.ControllerState]:
     """Run the law on S / (1 - S) = odds / lambda^2, with slope 2 S (1 - S): do the last errors stay `within`?"""
     state, errors = scu.build_initial_state(law), []
     for _ in range(3000):
@@ -131,7 +131,7 @@ def test_one_update_by_hand() -> None:
 @given(st.floats(0.005, 0.6), st.floats(0.1, 0.9), st.floats(0.01, 5.0))
 @tries(40)
 def test_converges_to_the_target_within_the_gain_bound(target: float, part: float, lambda_: float) -> None:
-    gains = part * scu.gain_bound(target)
+    gains = part * scu.compute_gain_bound(target)
     law = scu.Law(target=target, kp=0.8 * gains, ki=0.2 * gains, ema=1.0, deadband=0.02 * target)
     inside, state = settled(law, odds_for(target, lambda_))
     assert inside
@@ -142,7 +142,7 @@ def test_converges_to_the_target_within_the_gain_bound(target: float, part: floa
 @given(st.floats(0.02, 0.6), st.floats(0.2, 0.95), st.booleans())
 @tries(40)
 def test_unstable_beyond_the_gain_bound_and_stable_below(target: float, off: float, beyond: bool) -> None:
-    kp = scu.gain_bound(target) * (1.0 + off if beyond else 1.0 - off)
+    kp = scu.compute_gain_bound(target) * (1.0 + off if beyond else 1.0 - off)
     law = scu.Law(target=target, kp=kp, ki=0.0, ema=1.0, deadband=0.0)
     # No deadband here: a swing that happens to land in it would stop there.
     inside, _ = settled(law, odds_for(target, 1.001), within=1e-4 * target)
@@ -207,7 +207,7 @@ def test_state_survives_json_to_the_bit(law: scu.Law, measured: list[float], cut
     whole = resumed = scu.build_initial_state(law)
     for index, ratio in enumerate(measured):
         if index == cut:
-            resumed = scu.State(**json.loads(json.dumps(asdict(resumed))))
+            resumed = scu.ControllerState(**json.loads(json.dumps(asdict(resumed))))
         whole, resumed = scu.advance(law, whole, ratio), scu.advance(law, resumed, ratio)
         assert whole == resumed
 
@@ -220,7 +220,7 @@ def test_what_is_no_share_is_refused(ratio: float) -> None:
 
 
 def test_gain_warning_names_the_bound() -> None:
-    assert scu.gain_bound(0.5) == 4.0
+    assert scu.compute_gain_bound(0.5) == 4.0
     warning = scu.build_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.2))
     assert warning is not None and "exceeds 4 " in warning
     assert scu.build_gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05, ema=1.0)) is None
@@ -228,8 +228,8 @@ def test_gain_warning_names_the_bound() -> None:
 
 
 def test_ratios_and_published_targets() -> None:
-    assert scu.s_ratio(3.0, 1.0) == 0.25
-    assert scu.s_ratio(0.0, 0.0) == 0.0
+    assert scu.compute_s_ratio(3.0, 1.0) == 0.25
+    assert scu.compute_s_ratio(0.0, 0.0) == 0.0
     sizes = (1_200_000_000, 3_000_000_000, 7_000_000_000)
     assert [scu.get_published_target(size) for size in sizes] == [0.01, 0.03, 0.03]
 
@@ -240,7 +240,7 @@ def ours(**changes: Any) -> scu.Law:
     return scu.Law(**(settings | {"lambda_max": 1e4} | changes))
 
 
-def run_on_lagging_plant(law: scu.Law, slope: float, lambda_: float, updates: int = 1500) -> list[scu.State]:
+def run_on_lagging_plant(law: scu.Law, slope: float, lambda_: float, updates: int = 1500) -> list[scu.ControllerState]:
     """L follows L(target) - slope ln(lambda / lambda_) with a lag of 20 steps, from far below the target."""
     wanted = math.log(law.target) if law.form == "kl" else math.log(law.target / (1.0 - law.target))
     level, state, states = wanted - 6.0, scu.build_initial_state(law), []
@@ -305,7 +305,7 @@ def test_kl_waits_for_ever() -> None:
 def test_kl_lets_go_sooner_than_it_takes_hold() -> None:
     """8 Kp and 4 Ki below the target: by hand, for an error that stays, and for one that falls through the target."""
     law = ours(form="kl", target=0.05, kp=0.5, ki=0.1, ema=1.0)
-    held = scu.State(lambda_=1.0, measured=0.1, smoothed=0.1, error=math.log(2.0))
+    held = scu.ControllerState(lambda_=1.0, measured=0.1, smoothed=0.1, error=math.log(2.0))
     above = scu.advance(law, held, 0.1)
     assert math.log(above.lambda_) == pytest.approx(0.1 * 0.5)  # clipped
     below = scu.advance(law, replace(held, smoothed=0.04, error=math.log(0.8)), 0.04)
@@ -364,6 +364,6 @@ def test_state_of_the_logit_law_survives_json_to_the_bit(target: float, measured
     whole = resumed = scu.build_initial_state(law)
     for index, ratio in enumerate(measured):
         if index == cut:
-            resumed = scu.State(**json.loads(json.dumps(asdict(resumed))))
+            resumed = scu.ControllerState(**json.loads(json.dumps(asdict(resumed))))
         whole, resumed = scu.advance(law, whole, ratio), scu.advance(law, resumed, ratio)
         assert whole == resumed and law.lambda_min <= whole.lambda_ <= law.lambda_max

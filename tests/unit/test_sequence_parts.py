@@ -7,7 +7,7 @@ import torch
 
 from tests.families import tiny_config
 from trainer.config import ModelSection, RunConfig, UserError
-from trainer.data.batches import IGNORED, SequencePart, collate
+from trainer.data.batches import IGNORED, SequencePart, collate_samples
 from trainer.data.samples import Sample
 from trainer.model.base import build_empty_model
 from trainer.monitor.mfu import StepFlops
@@ -23,8 +23,10 @@ PACK = [
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_the_parts_make_up_the_whole(size: int) -> None:
-    whole = collate(PACK, PAD, packed=True, flat=True)
-    parts = [collate(PACK, PAD, packed=True, flat=True, sequence=SequencePart(rank, size)) for rank in range(size)]
+    whole = collate_samples(PACK, PAD, packed=True, flat=True)
+    parts = [
+        collate_samples(PACK, PAD, packed=True, flat=True, sequence=SequencePart(rank, size)) for rank in range(size)
+    ]
     padding = -10 % size
     assert {part.input_ids.shape for part in parts} == {(1, (10 + padding) // size)}
     assert torch.cat([part.input_ids for part in parts], 1).tolist() == [whole.input_ids.tolist()[0] + [PAD] * padding]
@@ -40,10 +42,14 @@ def test_the_parts_make_up_the_whole(size: int) -> None:
 
 
 def test_the_last_token_of_a_part_predicts_the_first_of_the_next() -> None:
-    first, second = (collate(PACK, PAD, packed=True, flat=True, sequence=SequencePart(rank, 2)) for rank in (0, 1))
+    first, second = (
+        collate_samples(PACK, PAD, packed=True, flat=True, sequence=SequencePart(rank, 2)) for rank in (0, 1)
+    )
     assert (first.input_ids[0, -1], second.input_ids[0, 0]) == (15, 21), "a document ends here"
     alone = [Sample([11, 12, 13, 14], [True] * 4, [4])]
-    first, second = (collate(alone, PAD, packed=True, flat=True, sequence=SequencePart(rank, 2)) for rank in (0, 1))
+    first, second = (
+        collate_samples(alone, PAD, packed=True, flat=True, sequence=SequencePart(rank, 2)) for rank in (0, 1)
+    )
     assert first.targets.tolist() == [[12, 13]] and second.targets.tolist() == [[14, IGNORED]]
 
 
@@ -51,9 +57,10 @@ def test_a_rank_counts_its_fraction_of_the_attention() -> None:
     """Half of the heads see the whole sequence on each of two ranks, whatever positions its own tokens have."""
     flops = StepFlops(build_empty_model(tiny_config("llama"), ModelSection()))
     text = [Sample(list(range(64)), [True] * 64, [64])]
-    whole = flops.count([collate(text, PAD, packed=True, flat=True)])
+    whole = flops.count([collate_samples(text, PAD, packed=True, flat=True)])
     first, second = (
-        flops.count([collate(text, PAD, packed=True, flat=True, sequence=SequencePart(rank, 2))]) for rank in (0, 1)
+        flops.count([collate_samples(text, PAD, packed=True, flat=True, sequence=SequencePart(rank, 2))])
+        for rank in (0, 1)
     )
     assert first + second == pytest.approx(whole)
     assert first - second == flops.per_target, "the last token has no target"
@@ -91,7 +98,7 @@ def test_models_with_plain_attention_share_sequences(kind: str) -> None:
 
 
 def test_a_part_of_no_sample_is_padding() -> None:
-    parts = [collate([], PAD, packed=True, flat=True, sequence=SequencePart(rank, 16)) for rank in range(16)]
+    parts = [collate_samples([], PAD, packed=True, flat=True, sequence=SequencePart(rank, 16)) for rank in range(16)]
     assert {tuple(part.input_ids.shape) for part in parts} == {(1, 1)}
     assert sum(part.target_count + part.tokens for part in parts) == 0
     assert replace(parts[0], sequence=None).max_seqlen == 8

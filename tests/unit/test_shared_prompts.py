@@ -17,7 +17,7 @@ from tests.runs_in_process import make_ground, train
 from tests.unit.test_packing_probe import CPU, EXPERTS, LLAMA, model_of
 from trainer.commands.inspect import main as inspect
 from trainer.config import UserError, load_config
-from trainer.data.batches import PairBatch, collate
+from trainer.data.batches import PairBatch, collate_samples
 from trainer.data.samples import Sample, join_samples
 from trainer.data.shared_prompts import build_shared_keys, count_shared_tokens, measure_savings
 from trainer.patches.loss_head import TokenLoss
@@ -56,7 +56,7 @@ def pairs() -> list[Sample]:
 
 
 def losses_and_gradients(model: Any, samples: list[Sample], *, shared: bool) -> tuple[torch.Tensor, ...]:
-    batch = collate(samples, 0, packed=True, flat=False, pairs=True, shared=shared)
+    batch = collate_samples(samples, 0, packed=True, flat=False, pairs=True, shared=shared)
     found = TokenLoss(model).measure_by_token(model, batch, CPU)[LOSS]
     weights = torch.randn(len(found), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
@@ -119,12 +119,12 @@ def test_only_equal_untrained_tokens_are_shared() -> None:
 
 
 def test_fewer_tokens_are_counted(pairs: list[Sample]) -> None:
-    shared = collate(pairs, 0, packed=True, flat=False, pairs=True, shared=True)
-    whole = collate(pairs, 0, packed=True, flat=True, pairs=True)
+    shared = collate_samples(pairs, 0, packed=True, flat=False, pairs=True, shared=True)
+    whole = collate_samples(pairs, 0, packed=True, flat=True, pairs=True)
     assert isinstance(shared, PairBatch)
     assert shared.tokens == shared.input_ids.numel() == whole.tokens - (8 + 0 + 13 + 1)
     assert shared.target_count == whole.target_count == 4
-    empty = collate([], 0, packed=True, flat=False, pairs=True, shared=True)
+    empty = collate_samples([], 0, packed=True, flat=False, pairs=True, shared=True)
     assert empty.target_count == empty.tokens == 0
 
 

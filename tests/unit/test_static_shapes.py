@@ -11,7 +11,7 @@ from ops.head import sum_token_losses
 from ops.seeds import Seeds, draw_seed
 from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
-from trainer.data.batches import IGNORED, MicroBatch, collate
+from trainer.data.batches import IGNORED, MicroBatch, collate_samples
 from trainer.data.samples import Sample
 from trainer.data.static_shapes import StaticShape, choose_shape, pad_to_shape, round_up
 from trainer.model.adapter import apply_adapter
@@ -44,10 +44,10 @@ def adapted() -> tuple[Any, FlatAdapter]:
 @pytest.mark.parametrize(
     "batch",
     [
-        collate([sample(37, 20)], 0, packed=True, flat=False),
-        collate([sample(33, prompt=20), sample(9, 12, seed=1, prompt=4)], 0, packed=True, flat=False),
-        collate([sample(35, prompt=30), sample(19, seed=1)], 0, packed=False, flat=False),
-        collate([sample(7, prompt=7)], 0, packed=False, flat=False),
+        collate_samples([sample(37, 20)], 0, packed=True, flat=False),
+        collate_samples([sample(33, prompt=20), sample(9, 12, seed=1, prompt=4)], 0, packed=True, flat=False),
+        collate_samples([sample(35, prompt=30), sample(19, seed=1)], 0, packed=False, flat=False),
+        collate_samples([sample(7, prompt=7)], 0, packed=False, flat=False),
     ],
     ids=["pack", "rows", "padded rows", "no target"],
 )
@@ -77,13 +77,13 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
 
 def test_positions_of_padding_stay_among_those_of_documents() -> None:
     """A model with learned positions has none for more than a document may have."""
-    batch = collate([sample(100, seed=at) for at in range(40)], 0, packed=True, flat=True)
+    batch = collate_samples([sample(100, seed=at) for at in range(40)], 0, packed=True, flat=True)
     filled = pad_to_shape(batch, StaticShape(1, 4352, 4352, True, 64, 512))
     assert filled.position_ids is not None and 4352 - 4000 > 100 > int(filled.position_ids.max())
 
 
 def test_documents_of_a_flat_pack_keep_their_bounds() -> None:
-    batch = collate([sample(37, 20, 5)], 0, packed=True, flat=True)
+    batch = collate_samples([sample(37, 20, 5)], 0, packed=True, flat=True)
     shape = choose_shape(batch)
     filled = pad_to_shape(batch, shape, pad_token_id=7)
     assert batch.cu_seqlens is not None and filled.cu_seqlens is not None and filled.position_ids is not None
@@ -97,10 +97,10 @@ def test_documents_of_a_flat_pack_keep_their_bounds() -> None:
 
 def test_only_documents_of_one_length_are_taken_for_that() -> None:
     """4 x 16 = 64 would be computed as rows of a batch."""
-    even = choose_shape(collate([sample(16, 16, 16, 16)], 0, packed=True, flat=True))
+    even = choose_shape(collate_samples([sample(16, 16, 16, 16)], 0, packed=True, flat=True))
     assert even.is_even and (even.documents, even.longest) == (4, 16)
     for lengths in ((10, 16, 16, 22), (30, 34), (1, 63), (60,), (8, 8, 16, 16, 16)):
-        batch = collate([sample(*lengths)], 0, packed=True, flat=True)
+        batch = collate_samples([sample(*lengths)], 0, packed=True, flat=True)
         shape = choose_shape(batch)
         assert not shape.is_even or lengths == (60,)
         assert not even.holds(shape) and shape.holds(shape)
@@ -125,7 +125,7 @@ def test_padding_is_a_sixteenth_at_most() -> None:
     for count in range(1, 5000):
         assert count <= round_up(count) <= count + count / 16
     assert (round_up(2048), round_up(2000), round_up(511)) == (2048, 2048, 512)
-    even = collate([sample(1000)], 0, packed=False, flat=False)
+    even = collate_samples([sample(1000)], 0, packed=False, flat=False)
     assert choose_shape(even, (1000, 999)) == StaticShape(1, 1000, 999)
     assert choose_shape(even, (1000, 500)) == StaticShape(1, 1000, 1000) and choose_shape(even).length == 1024
 

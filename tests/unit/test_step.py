@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import make_model
 from trainer.config import LoraSection, TrainingSection
-from trainer.data.batches import collate
+from trainer.data.batches import collate_samples
 from trainer.data.samples import Sample
 from trainer.loop import exclude_from_garbage_collection
 from trainer.parallel.engine.optimizer import build_optimizer, build_schedule, compute_rates, restore_schedule
@@ -43,17 +43,19 @@ def test_a_document_has_the_same_loss_alone_and_packed(folder: Path, attention: 
     model = load(folder, attention).train(training)
     loss = TokenLoss(model)
     device = torch.device("cpu")
-    alone = [float(loss(model, collate([sample(doc)], 0, packed=True, flat=False), device)) for doc in DOCUMENTS]
-    packed = float(loss(model, collate([sample(*DOCUMENTS)], 0, packed=True, flat=False), device))
-    two_rows = collate([sample(*DOCUMENTS[:2]), sample(DOCUMENTS[2])], 0, packed=True, flat=False)
+    alone = [
+        float(loss(model, collate_samples([sample(doc)], 0, packed=True, flat=False), device)) for doc in DOCUMENTS
+    ]
+    packed = float(loss(model, collate_samples([sample(*DOCUMENTS)], 0, packed=True, flat=False), device))
+    two_rows = collate_samples([sample(*DOCUMENTS[:2]), sample(DOCUMENTS[2])], 0, packed=True, flat=False)
     assert packed == pytest.approx(sum(alone), rel=1e-5)
     assert float(loss(model, two_rows, device)) == pytest.approx(sum(alone), rel=1e-5)
 
 
 def test_a_changed_neighbour_changes_no_logit(folder: Path) -> None:
     model = load(folder, "sdpa")
-    first = collate([sample(DOCUMENTS[0], DOCUMENTS[1])], 0, packed=True, flat=False)
-    second = collate([sample([7, 7, 7, 7, 7], DOCUMENTS[1])], 0, packed=True, flat=False)
+    first = collate_samples([sample(DOCUMENTS[0], DOCUMENTS[1])], 0, packed=True, flat=False)
+    second = collate_samples([sample([7, 7, 7, 7, 7], DOCUMENTS[1])], 0, packed=True, flat=False)
     with torch.no_grad():
         logits = [
             model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits[0, 5:]
@@ -65,8 +67,8 @@ def test_a_changed_neighbour_changes_no_logit(folder: Path) -> None:
 def test_padding_carries_no_loss_and_no_token(folder: Path) -> None:
     model = load(folder, "sdpa")
     loss = TokenLoss(model)
-    batch = collate([sample(DOCUMENTS[0]), sample(DOCUMENTS[1])], 0, packed=False, flat=False)
-    alone = [collate([sample(doc)], 0, packed=False, flat=False) for doc in DOCUMENTS[:2]]
+    batch = collate_samples([sample(DOCUMENTS[0]), sample(DOCUMENTS[1])], 0, packed=False, flat=False)
+    alone = [collate_samples([sample(doc)], 0, packed=False, flat=False) for doc in DOCUMENTS[:2]]
     device = torch.device("cpu")
     assert float(loss(model, batch, device)) == pytest.approx(
         sum(float(loss(model, b, device)) for b in alone), rel=1e-5
@@ -79,7 +81,7 @@ def test_logits_are_computed_only_where_there_are_targets(folder: Path) -> None:
     """The loss equals the one over all positions, also with no target at all."""
     model = load(folder, "sdpa")
     loss = TokenLoss(model)
-    batch = collate([sample(DOCUMENTS[1])], 0, packed=False, flat=False)
+    batch = collate_samples([sample(DOCUMENTS[1])], 0, packed=False, flat=False)
     batch.targets[0, :4] = -100
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids).logits

@@ -15,7 +15,7 @@ from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
 from trainer.memory.step_time import StepTime, count_attention_flops, count_flops, find_peak_flops, predict_step
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,7 +37,7 @@ def configuration(shape: str, case: str, stage: int, **settings: Any) -> RunConf
 
 
 @cache
-def shapes_of(shape: str) -> Shapes:
+def shapes_of(shape: str) -> ModelShapes:
     config = configuration(shape, "bf16", 2)
     return read_shapes(load_model_config(shape, config.model), config.model, config.lora)
 

@@ -30,7 +30,7 @@ from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat, parse_fou
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.parallel.engine.layer_gather.unit import find_slots
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_peft_on_the_dequantised_weights(root: Path, form
     model = adapt(load(root / form))
     unfused = logits_and_gradients(model)
     model.zero_grad()
-    report = fuse(model, "reference", forward=partial(model, input_ids=IDS, use_cache=False))
+    report = fuse_layers(model, "reference", forward=partial(model, input_ids=IDS, use_cache=False))
     assert (report.fused, report.total) == (14, 14)
     assert sum(len(group) > 1 for group in report.groups) == 4, "q/k/v and gate/up of two layers"
     fused = logits_and_gradients(model)

@@ -28,7 +28,7 @@ from trainer.model.packed_experts import PackedExperts
 from trainer.model.stored_fp8 import Fp8Format
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.parallel.engine.layer_gather.unit import find_slots
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -108,7 +108,7 @@ def test_the_operators_train_it_as_pefts_forward_does(root: Path, quantization: 
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, 0, 0.1)
         if fused:
-            report = fuse(model, "reference", forward=partial(model, input_ids=IDS, use_cache=False))
+            report = fuse_layers(model, "reference", forward=partial(model, input_ids=IDS, use_cache=False))
             assert (report.fused, report.total) == (14, 14)
         logits = model(input_ids=IDS, use_cache=False).logits
         logits.square().mean().backward()

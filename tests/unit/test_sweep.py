@@ -11,7 +11,7 @@ import pytest
 
 from launcher import sweep as sweep_module
 from launcher.commands import main as zerolora
-from launcher.sweep import Run, plan_runs, record_runs, split_axes, split_gpus, train_runs
+from launcher.sweep import SweepRun, plan_runs, record_runs, split_axes, split_gpus, train_runs
 from trainer.config import UserError
 from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
 from trainer.contract.json_records import read_sweep
@@ -237,7 +237,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
         records += [{"step": 3 * at, "eval/loss": loss} for at, loss in enumerate(held_out)]
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     codes = {"r=8": 0, "r=16": 0, "r=32": 1}
-    record_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
+    record_runs(folder, [SweepRun([], folder / name, "d", codes[name]) for name in losses])
     assert [(run.folder.name, run.loss, run.step) for run in read_run_results(folder)] == [
         ("r=16", 2.4, 3), ("r=8", 2.5, 3), ("r=32", None, 0),
     ]  # fmt: skip

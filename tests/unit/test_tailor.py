@@ -64,7 +64,7 @@ def test_packs_of_a_model_without_a_context_limit_hold_all_but_the_longest_docum
     tokens = np.array([100] * 9_900 + [5_000] * 100)
     profile = tailor_module.Profile(tokens, tokens, None, parameters=10**9, per_rank=10**5, widest=2048)
     settings: tailor_module.Settings = {}
-    request = tailor_module.Request("./model", "texts.jsonl", 1, 80 << 30, "of 80GiB", "out")
+    request = tailor_module.TailorRequest("./model", "texts.jsonl", 1, 80 << 30, "of 80GiB", "out")
     tailor_module._choose_data(settings, request, profile)
     assert settings["dataset.packing"][0] and settings["dataset.max_length"][0] == 5_056
 

@@ -15,7 +15,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.four_bit import quantize_linear
 from trainer.parallel.engine.flat_adapter import flatten_adapter
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.norm_mlp_rope import is_gated_mlp
 from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import undo
@@ -63,7 +63,9 @@ def test_tiles_give_the_loss_and_gradients_of_the_whole(
     if flat:
         flatten_adapter(model, separate_up=False)
     if fused:
-        fuse(model, "reference", forward=lambda: model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False))
+        fuse_layers(
+            model, "reference", forward=lambda: model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+        )
     assert tile_feed_forward(model, 16) == 2
     enable_recomputation(model, TrainingSection.model_validate({"gradient_checkpointing": checkpointing}))
     loss, grads = one_pass(model, rows, length)
@@ -147,7 +149,7 @@ def test_tiles_of_a_quantized_base(kind: str) -> None:
                 layer.base_layer = FrozenLinear8bit.from_linear(layer.base_layer, kind, torch.float32)
             else:
                 layer.base_layer = quantize_linear(layer.base_layer, section, torch.float32)
-    fuse(model, "reference", forward=None)
+    fuse_layers(model, "reference", forward=None)
     loss, grads = one_pass(model, 1, 40)
     model.zero_grad()
     tile_feed_forward(model, 16)

@@ -11,7 +11,7 @@ import ops.head
 from ops.head import LossKind, sum_token_losses, sum_token_losses_from_logits
 from tests.tiny import make_model
 from tests.token_losses import PARAMETERS, PUBLISHED
-from trainer.data.batches import MicroBatch, collate
+from trainer.data.batches import MicroBatch, collate_samples
 from trainer.data.samples import Sample, join_samples
 from trainer.model.base import add_embedding_noise
 from trainer.patches.loss_head import TokenLoss
@@ -97,9 +97,9 @@ DOCUMENTS = [
     Sample([200, 41, 6, 7], [False, True, False, True], [4]),
 ]
 LAYOUTS: dict[str, MicroBatch] = {
-    "padded": collate(DOCUMENTS, 0, packed=False, flat=False),
-    "packs": collate([join_samples(DOCUMENTS[:2]), DOCUMENTS[2]], 0, packed=True, flat=False),
-    "one pack": collate([join_samples(DOCUMENTS)], 0, packed=True, flat=True),
+    "padded": collate_samples(DOCUMENTS, 0, packed=False, flat=False),
+    "packs": collate_samples([join_samples(DOCUMENTS[:2]), DOCUMENTS[2]], 0, packed=True, flat=False),
+    "one pack": collate_samples([join_samples(DOCUMENTS)], 0, packed=True, flat=True),
 }
 
 
@@ -130,7 +130,7 @@ def test_the_held_out_loss_is_plain(model: Any) -> None:
 
 def test_batches_without_fractions_have_no_weights() -> None:
     whole = [Sample([5, 9, 31], [False, True, True], [3]), Sample([7, 8], [0.0, 1.0], [2])]
-    batch = collate(whole, 0, packed=False, flat=False)
+    batch = collate_samples(whole, 0, packed=False, flat=False)
     assert batch.weights is None and batch.target_weight == 3
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan import Request, plan
+from launcher.plan import LaunchRequest, plan
 from trainer.config import RunConfig, UserError, compute_collective_timeout
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.rendezvous import find_free_port, find_port_problem, get_host_name
+from trainer.contract.rendezvous import describe_port_problem, find_free_port, get_host_name
 from trainer.entry.rank import main as train
 from trainer.parallel.ranks.agreement import (
-    Report,
+    RankReport,
     check_ranks_agree,
     check_shared_folder,
     compute_code_version,
@@ -64,9 +64,9 @@ print("given:", decide_on_first_rank(ranks, 2.0, lambda: "a lock"))
 FACTS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "0.1.0+aa", "configuration": "cc"}
 
 
-def world(hosts: int = 3, per_host: int = 2) -> list[Report]:
+def world(hosts: int = 3, per_host: int = 2) -> list[RankReport]:
     return [
-        Report(rank, f"n{rank // per_host + 1}", "cuda NVIDIA H200", f"GPU-{rank}", dict(FACTS))
+        RankReport(rank, f"n{rank // per_host + 1}", "cuda NVIDIA H200", f"GPU-{rank}", dict(FACTS))
         for rank in range(hosts * per_host)
     ]
 
@@ -122,7 +122,7 @@ def test_the_code_is_the_sources() -> None:
 def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command where the ranks meet on its host, by the first rank elsewhere."""
     port = find_free_port()
-    assert not find_port_problem(port)
+    assert not describe_port_problem(port)
     config = RunConfig.model_validate({"base_model": "m", "output_dir": "o", "dataset": {"path": "d"}})
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
@@ -130,7 +130,7 @@ def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatc
         listener.bind(("", port))
         listener.listen()
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on this host .Address already in use"):
-            plan(Request(master_port=port), Path())
+            plan(LaunchRequest(master_port=port), Path())
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on {get_host_name()} "):
             timeout = compute_collective_timeout(config.training)
             check_ranks_agree(Ranks(0, 2, 0), config.model_dump_json(), Path(config.output_dir), timeout)

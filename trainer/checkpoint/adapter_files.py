@@ -35,7 +35,7 @@ def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] 
     write_json(path, read_json(path) | {"checksums": checksums, "identity": identity})
 
 
-def find_adapter_damage(folder: Path) -> str | None:
+def describe_adapter_damage(folder: Path) -> str | None:
     """Return why the adapter in a folder cannot be loaded, prefixed with a file name; None if it can be loaded.
 
     Compares the weights with their recorded checksum if there is one. Raises UserError if the settings are missing.

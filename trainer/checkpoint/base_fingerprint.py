@@ -15,7 +15,7 @@ from trainer.config import ModelSection
 from trainer.config.files import read_json, read_json_or_default
 from trainer.model.model_source import find_cached_file
 from trainer.model.published_shapes import is_random
-from trainer.model.tensor_files import INDEX, Index
+from trainer.model.tensor_files import INDEX, WeightIndex
 
 SAMPLE_BYTES, SAMPLE_INTERVAL = 1 << 16, 1 << 24
 # Settings that may change whenever a model is saved, but do not affect its results.
@@ -113,7 +113,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model; empty if one is missing."""
     index = folder / INDEX
     if index.is_file():
-        files = sorted(folder / name for name in set(read_json(index, Index).weight_map.values()))
+        files = sorted(folder / name for name in set(read_json(index, WeightIndex).weight_map.values()))
         return files if all(file.is_file() for file in files) else []
     return sorted(folder.glob("*.safetensors"))
 

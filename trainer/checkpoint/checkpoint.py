@@ -27,7 +27,7 @@ from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 from trainer.config.files import read_safetensors_header
-from trainer.parallel.engine.optimizer_state import EngineState, Pieces, assemble_state
+from trainer.parallel.engine.optimizer_state import EngineState, StatePieces, assemble_state
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.deepspeed_workarounds import get_loss_scaler, list_loss_scale_attributes
@@ -38,7 +38,7 @@ class RankState:
     """Holds the state that one rank saves in addition to the weights, copied to host memory."""
 
     rank: int
-    pieces: Pieces | None
+    pieces: StatePieces | None
     rank_tensors: Mapping[str, torch.Tensor]
     state: dict[str, Any]
     """The content of `state.json`, which rank 0 writes."""
@@ -50,7 +50,7 @@ class RankState:
         pieces = engine_state.collect_pieces()
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
-            pieces = Pieces(tensors, pieces.shards, pieces.shapes)
+            pieces = StatePieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.collect_raw().items()}
         rank_tensors = {name: copies.copy(name, value) for name, value in (_get_random_states() | raw).items()}
         return cls(ranks.rank, pieces, rank_tensors, {})
@@ -89,7 +89,7 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     """
     state = read_state(checkpoint)
     files = sorted(checkpoint.glob("training_state-*.safetensors"))
-    tensors = assemble_state(Pieces.read(_load_tensors(file), read_safetensors_header(file)[1]) for file in files)
+    tensors = assemble_state(StatePieces.read(_load_tensors(file), read_safetensors_header(file)[1]) for file in files)
     engine_state = EngineState(engine)
     if misfit := engine_state.find_mismatch(tensors):
         raise UserError(

@@ -59,7 +59,7 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choi
     path, prefix = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
     if not (path / "state.json").exists() and not (path / MARKER).exists():
         raise UserError(f"{prefix}: is not a checkpoint folder; use latest, or {run_dir}/checkpoint-N")
-    problem = _find_problem(path, read)
+    problem = _describe_problem(path, read)
     if problem is None:
         return Choice(path)
     raise UserError(f"{prefix}: {problem}; use another checkpoint, or latest for the newest complete checkpoint")
@@ -69,7 +69,7 @@ def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
     damaged: list[str] = []
     folders = list_checkpoint_folders(run_dir)
     for folder in reversed(folders):
-        problem = _find_problem(folder, read)
+        problem = _describe_problem(folder, read)
         if problem is None:
             warning = f"skipped {'; '.join(damaged)}; resuming from {folder.name}" if damaged else None
             return Choice(folder, warning)
@@ -88,7 +88,7 @@ def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
     return Choice(None)
 
 
-def _find_problem(checkpoint: Path, read: bool) -> str | None:
+def _describe_problem(checkpoint: Path, read: bool) -> str | None:
     return find_damage(checkpoint) if read or not (checkpoint / MARKER).exists() else None
 
 

@@ -29,7 +29,7 @@ from trainer.contract.object_store import upload_run
 from trainer.contract.output_files import collect_disk_errors
 from trainer.contract.whole_files import sync
 from trainer.data.batches import StreamBatches
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.monitor.console import Output
 from trainer.parallel.engine.optimizer import has_positive_rate, restore_schedule, use_averaged_weights
 from trainer.parallel.engine.protocol import Engine
@@ -48,7 +48,7 @@ class CheckpointManager:
     """Manages the checkpoints of a run; every rank has an instance."""
 
     def __init__(
-        self, config: RunConfig, prepared: Prepared, ranks: Ranks, precision: str, say: Output, folder: RunFolder
+        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, say: Output, folder: RunFolder
     ) -> None:
         self._config, self._prepared, self._ranks, self._precision, self._say = config, prepared, ranks, precision, say
         self._run_dir, self._folder = Path(config.output_dir), folder

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from trainer.checkpoint.adapter_files import find_adapter_damage
+from trainer.checkpoint.adapter_files import describe_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW, check_unchanged
 from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
@@ -113,7 +113,7 @@ def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:
-    if problem := find_adapter_damage(folder):
+    if problem := describe_adapter_damage(folder):
         others = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
         newest = f"; its newest checkpoint is {others[-1]}" if others else ""
         raise UserError(f"{folder}: {problem}{newest}")

@@ -21,7 +21,7 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, to_text
 from trainer.config.files import check_type, read_json
 from trainer.config.yaml_core import read_yaml
-from trainer.data.prepared import Prepared, count_samples
+from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import compute_global_batch, resolve_global_batch
 from trainer.model.base import load_model_config
 from trainer.model.model_source import find_cached_file
@@ -58,7 +58,7 @@ class Difference:
 
 
 def build_identity(
-    config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
+    config: RunConfig, prepared: PreparedRun | None, world_size: int | None, precision: str | None
 ) -> Identity:
     """Return the identity of a run that is about to train. Without `prepared`, it only has base model and settings."""
     # Divide `global_batch_size` among the ranks if their number is known.
@@ -266,7 +266,7 @@ class Resumption:
 
 def plan_resumption(
     config: RunConfig,
-    prepared: Prepared,
+    prepared: PreparedRun,
     *,
     world_size: int | None,
     precision: str | None = None,

@@ -96,7 +96,7 @@ def check_no_conflict(config: RunConfig) -> None:
         raise UserError(f"output_dir={config.output_dir}: {problem}")
 
 
-def find_output_problem(config: RunConfig) -> str | None:
+def describe_output_problem(config: RunConfig) -> str | None:
     """Return why `zerolora train` would reject the output folder now, with the fix; None if it would accept it."""
     holder = describe_live_holder(Path(config.output_dir))
     if holder:
@@ -111,7 +111,7 @@ def _find_conflict(config: RunConfig) -> str | None:
     if not list_run_files(folder):
         return None
     if overwrite and overwrite != "delete":
-        return _find_move_problem(folder)
+        return _describe_move_problem(folder)
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
     overwriting = "output.overwrite: true to move it aside (delete to delete it)"
@@ -121,7 +121,7 @@ def _find_conflict(config: RunConfig) -> str | None:
     return f"contains another run, without a complete checkpoint to resume from; use a new folder, or set {overwriting}"
 
 
-def _find_move_problem(folder: Path) -> str | None:
+def _describe_move_problem(folder: Path) -> str | None:
     """Return why the content cannot be moved to a sibling folder; None if it can."""
     real = folder.resolve()
     if os.path.ismount(real):

@@ -35,7 +35,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     buffers = [memoryview(len(text).to_bytes(8, "little") + text)]
     buffers += [_view_bytes(tensor) for _, tensor in ordered if tensor.nbytes]
     with path.open("wb", buffering=0) as file:
-        _write(file.fileno(), buffers)
+        _write_buffers(file.fileno(), buffers)
     digest = xxhash.xxh3_128()
     for buffer in buffers:
         digest.update(buffer)
@@ -48,7 +48,7 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _write(descriptor: int, buffers: list[memoryview]) -> None:
+def _write_buffers(descriptor: int, buffers: list[memoryview]) -> None:
     rest = buffers[::-1]
     while rest:
         written = os.writev(descriptor, rest[: -_MAX_BUFFERS - 1 : -1])

@@ -25,7 +25,7 @@ from trainer.data.step_count import count_steps, describe_steps
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate
 from trainer.memory.decisions import Machine
-from trainer.memory.planner import Choice, Planner, combine_adapters, format_gib
+from trainer.memory.planner import PlanChoice, Planner, combine_adapters, format_gib
 from trainer.memory.preflight import describe_recomputation
 from trainer.memory.step_time import REFERENCE_CARD
 from trainer.model.base import get_context_length
@@ -96,7 +96,7 @@ def _find_max_batch(planner: Planner, config: RunConfig, memory: int) -> int:
     return max(configured, planner.find_largest_batch(config, memory))
 
 
-def _build_stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
+def _build_stage_row(planner: Planner, choice: PlanChoice, memory: int) -> dict[str, Any]:
     zero = choice.config.zero
     row: dict[str, Any] = {
         "stage": zero.stage,
@@ -135,7 +135,7 @@ def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
     if any(traffic.values()):
         received = ", ".join(f"{size:.2f} GB of {name}" for name, size in traffic.items())
         console.print(f"each GPU receives per step: {received}", highlight=False)
-    for line in speed.describe(result["speed"], result["gpus"]) if result["speed"] else ():
+    for line in speed.describe_speed(result["speed"], result["gpus"]) if result["speed"] else ():
         console.print(line, highlight=False)
     host, disk = format_gib(estimate.host), format_gib(estimate.disk)
     console.print(f"host memory per rank {host} plus the process itself, disk {disk}")

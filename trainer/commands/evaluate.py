@@ -38,8 +38,8 @@ from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import format_count, to_text
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.contract.output_files import check_result_file
-from trainer.data.batches import MicroBatch, PairBatch, collate
-from trainer.data.prepared import Prepared
+from trainer.data.batches import MicroBatch, PairBatch, collate_samples
+from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Sample, Samples, split_documents
 from trainer.data.source_files import build_source
 from trainer.data.vision import ImageInputs, ImageReader
@@ -145,7 +145,7 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
     margins = [margin for sample in samples for margin in sample.margins]
     parts: list[torch.Tensor] = []
     for start in range(0, len(documents) // 2, batch_size):
-        batch = collate(
+        batch = collate_samples(
             documents[2 * start : 2 * (start + batch_size)], pad_token_id, packed=False, flat=False, pairs=True
         )
         assert isinstance(batch, PairBatch)
@@ -179,7 +179,7 @@ def load_held_out_samples(
         section = section.model_copy(update=reset | fields)
     try:
         model_config = load_model_config(run.config.base_model, run.config.model)
-        files = Prepared(tokenizer, model_config, None, longest=get_context_length(model_config), images=images)
+        files = PreparedRun(tokenizer, model_config, None, longest=get_context_length(model_config), images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
         has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
         find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)
@@ -209,7 +209,7 @@ def _measure_documents(
         for start in progress.track(range(0, len(order), batch_size), description="evaluating"):
             indices = order[start : start + batch_size]
             rows = [documents[index] for index in indices]
-            batch = collate(rows, pad_token_id, packed=False, flat=False, images=images)
+            batch = collate_samples(rows, pad_token_id, packed=False, flat=False, images=images)
             for row, context in enumerate((model.disable_adapter, nullcontext)):
                 with context():
                     sums[row, indices] = compute_row_losses(model, batch).cpu().numpy()
@@ -247,7 +247,7 @@ def _format_cell(values: dict[str, Any], name: str, form: str) -> str:
     return f"{mark}{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]"
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
     )
@@ -305,7 +305,7 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = _parse_arguments(argv)
     silence_libraries()
     _check_task_options(arguments)
     if arguments.json is not None:

@@ -42,7 +42,7 @@ from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, encode_prompt, generate_texts
 from trainer.model.base import get_context_length
 from trainer.model.image_reader import load_image_reader, read_prompt_images
-from trainer.patches.fused_lora import fuse
+from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.loss_head import to_device
 from trainer.setup.kinds import check_task_supports
 
@@ -115,7 +115,7 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     elif model.device.type == "cuda" and run.config.ops.backend != "peft":
         tokens = torch.full((1, 8), tokenizer.pad_token_id, device=model.device)
         with torch.no_grad():
-            fuse(model, "auto", forward=lambda: model(input_ids=tokens, use_cache=False))
+            fuse_layers(model, "auto", forward=lambda: model(input_ids=tokens, use_cache=False))
     return model
 
 
@@ -226,7 +226,7 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
     form.add_argument("--chat", action="store_true", help="use the chat template, even if trained on plain text")
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora generate",
         description="Generate responses with a trained adapter; without a PROMPT, every line of standard input is one.",
@@ -254,7 +254,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 @reports_errors()
 def main(argv: list[str] | None = None) -> None:
-    arguments = _parse(argv)
+    arguments = _parse_arguments(argv)
     silence_libraries()
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     if arguments.file is not None and not listed:

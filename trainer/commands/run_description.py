@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
-from trainer.data.prepared import Prepared, count_samples
+from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import (
     describe_steps,
     list_step_warnings,
@@ -18,7 +18,7 @@ from trainer.patches.mamba import describe_unadapted_weights
 from trainer.setup.kinds import find_model_kind
 
 
-def describe_run(config: RunConfig, prepared: Prepared, ranks: int) -> list[str]:
+def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[str]:
     if config.runs:
         by_run = [describe_run(run, data, ranks) for run, data in zip(config.runs, prepared.adapters, strict=True)]
         shared = [line for line in by_run[0] if all(line in lines for lines in by_run)]

@@ -71,7 +71,7 @@ def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
     return None if match is None or unit is None else float(match[1]) * unit
 
 
-def describe(prediction: dict[str, Any], gpus: int) -> list[str]:
+def describe_speed(prediction: dict[str, Any], gpus: int) -> list[str]:
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in prediction["parts_s"].items() if seconds)
     speed, step_ms = prediction["tokens_per_s"], prediction["step_s"] * 1e3
     lines = [

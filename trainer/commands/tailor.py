@@ -28,7 +28,7 @@ from trainer.config.yaml_core import dump
 from trainer.contract.default_ranks import choose_default_ranks
 from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_text_atomic
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Samples
 from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, resolve_global_batch
 from trainer.memory.bytes import GIB
@@ -43,7 +43,7 @@ from trainer.model.adapter import (
     summarize_adapted_layers,
 )
 from trainer.model.base import build_empty_model, get_context_length, load_model_config
-from trainer.model.expert_layers import count_experts_per_token, expert_width, find_expert_modules
+from trainer.model.expert_layers import count_experts_per_token, find_expert_modules, get_expert_width
 from trainer.setup.preflight import prepare
 
 MAX_READ_LENGTH = 16_384
@@ -58,7 +58,7 @@ Settings = dict[str, tuple[Any, str]]
 
 
 @dataclass(frozen=True)
-class Request:
+class TailorRequest:
     model: str
     data: str
     gpus: int
@@ -91,7 +91,7 @@ class Profile:
         return rank * self.per_rank + self.compute_expert_rank(rank) * self.per_expert_rank
 
 
-def choose_settings(request: Request) -> tuple[Settings, list[str]]:
+def choose_settings(request: TailorRequest) -> tuple[Settings, list[str]]:
     """Return settings with reasons, and warnings. Raises UserError for a model or data that cannot be used."""
     context = get_context_length(load_model_config(request.model, ModelSection()))
     settings: Settings = {
@@ -125,7 +125,7 @@ def choose_settings(request: Request) -> tuple[Settings, list[str]]:
     return settings, warnings
 
 
-def _build_profile(prepared: Prepared, context: int | None) -> Profile:
+def _build_profile(prepared: PreparedRun, context: int | None) -> Profile:
     assert isinstance(prepared.data.train, Samples)
     tokens, targets = prepared.data.train.lengths()
     model = build_empty_model(prepared.model_config, ModelSection())
@@ -134,7 +134,7 @@ def _build_profile(prepared: Prepared, context: int | None) -> Profile:
     adapted = summarize_adapted_layers(apply_adapter(model, LoraSection(r=1), next(model.parameters()).dtype))
     per_expert_rank = sum(layer.parameters for layer in adapted if "." in layer.name)
     per_rank = sum(layer.parameters for layer in adapted) - per_expert_rank
-    widths = [expert_width(module) for module in find_expert_modules(model).values()] if per_expert_rank else []
+    widths = [get_expert_width(module) for module in find_expert_modules(model).values()] if per_expert_rank else []
     return Profile(
         tokens, targets, context, size, per_rank,
         widest=max(min(map(int, layer.shape.split(" -> "))) for layer in adapted if "." not in layer.name),
@@ -168,7 +168,7 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     return [warning] if warning else []
 
 
-def _choose_data(settings: Settings, request: Request, profile: Profile) -> None:
+def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -> None:
     documents, total = len(profile.tokens), int(profile.tokens.sum())
     needed = int(np.quantile(profile.tokens, MIN_UNTRUNCATED_FRACTION, method="higher"))
     context = profile.context or sys.maxsize
@@ -205,7 +205,7 @@ def _choose_epochs(documents: int) -> int:
     return 3 if documents < 10_000 else 2 if documents < 100_000 else 1
 
 
-def _choose_placement(settings: Settings, request: Request, prepared: Prepared, samples: int) -> None:
+def _choose_placement(settings: Settings, request: TailorRequest, prepared: PreparedRun, samples: int) -> None:
     config = _build_config(settings)
     vocabulary = len(prepared.tokenizer)
     shapes = read_shapes(prepared.model_config, config.model, config.lora, vocabulary_at_least=vocabulary)
@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     silence_libraries()
     check_output_file(arguments.output, f"--output {arguments.output}")
     memory, gpu_text = _resolve_gpu_memory(arguments.gpu_memory)
-    request = Request(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
+    request = TailorRequest(arguments.model, arguments.data, gpus, memory, gpu_text, arguments.output_dir)
     settings, warnings = choose_settings(request)
     write_text_atomic(arguments.output, render_yaml(settings, arguments.output, warnings))
     load_config(arguments.output)

@@ -9,7 +9,7 @@ writes nothing to the run's folder.
 import os
 import shlex
 
-from trainer.checkpoint.output_folder import check_early, find_output_problem
+from trainer.checkpoint.output_folder import check_early, describe_output_problem
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import parse_positive_int
 from trainer.contract.default_ranks import choose_default_ranks
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"resume: from {resumption.checkpoint}")
     for note in resumption.notes:
         print(f"resume: {note}")
-    problem = find_output_problem(loaded.config)
+    problem = describe_output_problem(loaded.config)
     if problem:
         print(f"OK except for output_dir={loaded.config.output_dir}: {problem}")
     else:

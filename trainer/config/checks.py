@@ -17,7 +17,7 @@ from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
 from trainer.config.types import AUTO
-from trainer.config.zero import check_extra, find_layer_gather_problem, gathers_by_layer
+from trainer.config.zero import check_extra, describe_layer_gather_problem, gathers_by_layer
 
 ROLES = ("assistant", "user", "system", "tool")
 HIGHEST_USUAL_RATE = 1e-2
@@ -26,7 +26,7 @@ RULES: dict[str, Any] = read_table(Path(__file__).with_name("rules.yaml"))
 TILES_NO_GRAPHS: str = RULES["tiles_no_graphs"]
 DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     "by_layer": gathers_by_layer,
-    "layer_gather_problem": find_layer_gather_problem,
+    "layer_gather_problem": describe_layer_gather_problem,
     "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
     "optimizer.needs_matrices": lambda config: OPTIMIZERS[config.training.optimizer].needs_matrices,

@@ -48,13 +48,13 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         FileNotFoundError: if the file does not exist, so that callers can distinguish missing from damaged files.
         UnreadableFileError: if it is a folder, pipe or device, may not be read, or is larger than `max_bytes`.
     """
-    content = _read(path, 0, max_bytes + 1)
+    content = _read_bytes(path, 0, max_bytes + 1)
     if len(content) > max_bytes:
         raise UnreadableFileError(path, f"is larger than {max_bytes:,} bytes")
     return content
 
 
-def _read(path: Path, offset: int, count: int) -> bytes:
+def _read_bytes(path: Path, offset: int, count: int) -> bytes:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -150,7 +150,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
         FileNotFoundError: if the file does not exist.
         UnreadableFileError: if it is not a safetensors file, or its header contradicts itself or the size of the file.
     """
-    begin = _read(path, 0, 9)
+    begin = _read_bytes(path, 0, 9)
     length = int.from_bytes(begin[:8], "little")
     # The first bytes of a pickle or zip may be a valid length, but its ninth byte is not `{`.
     if len(begin) < 9 or begin[8:] != b"{":
@@ -158,7 +158,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
         raise UnreadableFileError(path, "is not a safetensors file", fix)
     try:
         with safe_open(path, "numpy"):
-            header: dict[str, Any] = parse_json(_read(path, 8, length), path)
+            header: dict[str, Any] = parse_json(_read_bytes(path, 8, length), path)
     except SafetensorError as error:
         raise UnreadableFileError(path, f"is truncated or damaged ({error})", "copy or download it again") from None
     metadata: dict[str, str] = check_type(header.pop("__metadata__", {}), path, dict[str, str])

@@ -24,10 +24,10 @@ def describe_errors(error: ValidationError) -> list[Mistake]:
         is_unknown = entry["type"] == "extra_forbidden"
         path = map(str, entry["loc"]) if is_unknown else _follow_location(entry["loc"])[0]
         alternatives.setdefault(tuple(path), []).append(entry)
-    return [_describe(path, *errors) for path, errors in alternatives.items()]
+    return [_build_mistake(path, *errors) for path, errors in alternatives.items()]
 
 
-def _describe(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -> Mistake:
+def _build_mistake(path: Sequence[str], error: ErrorDetails, *others: ErrorDetails) -> Mistake:
     if error["type"] == "extra_forbidden":
         return _build_unknown_setting_mistake(path)
     name, value, section = ".".join(path), error["input"], find_section(path)

@@ -42,7 +42,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 def gathers_by_layer(config: RunConfig) -> bool:
     """Return whether our code shards and gathers the base model per layer. DeepSpeed's engine is then at stage 2."""
-    return config.zero.stage == 3 and config.zero.gather != "module" and find_layer_gather_problem(config) is None
+    return config.zero.stage == 3 and config.zero.gather != "module" and describe_layer_gather_problem(config) is None
 
 
 def resolve_engine_zero(config: RunConfig) -> ZeroSection:
@@ -58,7 +58,7 @@ def resolve_engine_zero(config: RunConfig) -> ZeroSection:
     return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})
 
 
-def find_layer_gather_problem(config: RunConfig) -> str | None:
+def describe_layer_gather_problem(config: RunConfig) -> str | None:
     """Return why the base model of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
         return "only frozen weights are gathered by layer, but all weights are trained"

@@ -110,7 +110,7 @@ class FolderLock:
         path, lock, watch = get_lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
         deadline, reported = time.monotonic() + WAIT_S, ""
         while not _create(path, lock):
-            held = _read(path)
+            held = _read_lock(path)
             if held is None:
                 continue  # released in the meantime
             alive = watch.is_alive(held)
@@ -155,7 +155,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise FolderLostError if another run has taken over the folder; call this before writing to it."""
         if not self._still_holds():
-            raise _build_lost_error(self._run_dir, _read(self._path))
+            raise _build_lost_error(self._run_dir, _read_lock(self._path))
 
     def release(self) -> None:
         """Release the lock; may be called twice."""
@@ -170,7 +170,7 @@ class FolderLock:
     def _still_holds(self) -> bool:
         deadline = time.monotonic() + MAX_DELAY_S
         while not self._is_lost:
-            held = _read(self._path)
+            held = _read_lock(self._path)
             if held is None:
                 # The folder was emptied. Lock it again, unless another run has done so.
                 if self._ended.is_set() or _create(self._path, self._lock):
@@ -207,7 +207,7 @@ def get_lock_path(run_dir: Path) -> Path:
 def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
     """Raise UserError if a live run of this machine holds the folder, without writing anything."""
     try:
-        held = _read(get_lock_path(run_dir))
+        held = _read_lock(get_lock_path(run_dir))
     except OSError:
         return  # reported by later checks
     if held is not None and held.is_alive() and not _should_wait(Lock.for_this_process(), held, resumes):
@@ -222,7 +222,7 @@ def can_see_lock(run_dir: Path, token: str) -> bool:
 
 def describe_live_holder(run_dir: Path) -> str | None:
     """Describe the run that holds the folder; None if no run holds it, or if the holder is known to be dead."""
-    held = _read(get_lock_path(run_dir))
+    held = _read_lock(get_lock_path(run_dir))
     return None if held is None or held.is_alive() is False else held.describe()
 
 
@@ -280,7 +280,7 @@ def _create(path: Path, lock: Lock) -> bool:
     return True
 
 
-def _read(path: Path) -> Lock | None:
+def _read_lock(path: Path) -> Lock | None:
     """Return the lock; None if the file does not exist.
 
     An incomplete or damaged lock has no holders. Raises UnreadableFileError for a folder or pipe, OSError for errors of
@@ -304,7 +304,7 @@ def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | No
     """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S`."""
     deadline = time.monotonic() + MAX_DELAY_S
     while True:
-        held = _read(get_lock_path(run_dir))
+        held = _read_lock(get_lock_path(run_dir))
         if (held is not None and is_wanted(held)) or time.monotonic() > deadline:
             return held
         time.sleep(0.2)
@@ -317,7 +317,7 @@ def _remove(path: Path, token: str) -> None:
         os.rename(path, aside)  # only one of several processes that see the same dead lock succeeds
     except FileNotFoundError:
         return
-    held = _read(aside)
+    held = _read_lock(aside)
     if held is not None and held.token != token and not path.exists():
         os.rename(aside, path)
     aside.unlink(missing_ok=True)

@@ -81,7 +81,7 @@ def find_free_port() -> int:
     )
 
 
-def find_port_problem(port: int) -> str:
+def describe_port_problem(port: int) -> str:
     """Return the reason why a port of this host cannot be used; an empty string if it is free."""
     with socket.socket() as listener:
         # As the ranks' store does, so that a recently used port can be reused.

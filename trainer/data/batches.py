@@ -153,7 +153,7 @@ class GlobalBatches:
 class Batches(GlobalBatches):
     """Provides this rank's part of every global batch. The order of an epoch depends only on the seed and the epoch.
 
-    `by_tokens` selects `dataset.batching: tokens`; `layout` is passed to `collate`.
+    `by_tokens` selects `dataset.batching: tokens`; `layout` is passed to `collate_samples`.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Batches(GlobalBatches):
             parts = balance_tokens(self._lengths[selected], self.accumulation * self.world_size)
             micro_batches = [selected[part] for part in parts[self.rank :: self.world_size]]
         rows = [[self.samples[index] for index in indices.tolist()] for indices in micro_batches]
-        return [collate(part, **self._layout) for part in rows], len(selected)
+        return [collate_samples(part, **self._layout) for part in rows], len(selected)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
@@ -211,7 +211,7 @@ class StreamBatches(GlobalBatches):
 
     A stream that ends restarts as the next epoch. Consecutive steps continue the stream. A repeated step, or the first
     after `load_state_dict`, starts from the saved state; for any other offset, the stream is read from the start.
-    With `gather`, the ranks split the tokenization. `layout` is passed to `collate`.
+    With `gather`, the ranks split the tokenization. `layout` is passed to `collate_samples`.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class StreamBatches(GlobalBatches):
         except UserError:
             self._samples, self._position = None, -1
             raise
-        return [collate(samples[part], **self._layout) for part in self.parts()], len(samples)
+        return [collate_samples(samples[part], **self._layout) for part in self.parts()], len(samples)
 
     def state_dict(self) -> dict[str, Any]:
         if self._samples is None:  # nothing was read since the run resumed
@@ -319,10 +319,10 @@ def iterate_evaluation_batches(
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
-        yield collate(rows, packed=samples.packed, **layout)
+        yield collate_samples(rows, packed=samples.packed, **layout)
 
 
-def collate(
+def collate_samples(
     samples: Sequence[Sample],
     pad_token_id: int,
     *,
@@ -345,7 +345,7 @@ def collate(
             batch = _collate_shared(documents, pad_token_id)
         else:
             rows = samples if packed else documents
-            batch = collate(rows, pad_token_id, packed=packed, flat=flat, sequence=sequence, images=images)
+            batch = collate_samples(rows, pad_token_id, packed=packed, flat=flat, sequence=sequence, images=images)
         if sequence is not None:  # every rank needs the labels of all answers
             batch = replace(batch, weights=_collect_weights(documents, list(map(_build_targets, documents))))
         counts = [sum(weight > 0 for weight in document.trained[1:]) for document in documents]
@@ -355,7 +355,7 @@ def collate(
     tokens = sum(len(sample.input_ids) for sample in samples)
     if images is not None:
         rows = images.fill(samples)
-        batch = collate(rows, pad_token_id, packed=packed, flat=flat)
+        batch = collate_samples(rows, pad_token_id, packed=packed, flat=flat)
         return replace(batch, tokens=tokens, images=images.build(batch.input_ids, batch.position_ids, rows))
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if sequence is not None and (short := -sum(len(row.input_ids) for row in rows) % sequence.size):
@@ -420,7 +420,7 @@ def _join_rows(
 def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
     """Collate the documents of preference pairs into a flat batch in which each prompt occurs once."""
     shortened, shared = share_prompts(documents)
-    batch = collate(shortened, pad_token_id, packed=True, flat=True)
+    batch = collate_samples(shortened, pad_token_id, packed=True, flat=True)
     if not any(shared):
         return batch
     lengths = [len(document.input_ids) for document in shortened]

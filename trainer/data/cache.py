@@ -85,10 +85,10 @@ def prepare_data(
     if stored or evaluation:
 
         def build(folder: Path) -> None:
-            _build(section, encoder, stored, evaluation, seed, folder)
-            check(_load(folder, section.packing)[2])
+            _build_cache(section, encoder, stored, evaluation, seed, folder)
+            check(_load_cache(folder, section.packing)[2])
 
-        loaded, note = load_or_build(cache_dir / key, build, lambda folder: _load(folder, section.packing))
+        loaded, note = load_or_build(cache_dir / key, build, lambda folder: _load_cache(folder, section.packing))
         samples, held_out, stats = loaded
         check(stats)
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
@@ -137,7 +137,7 @@ def _identify_data(section: DatasetSection, encoder: DocumentEncoder, sources: S
     }
 
 
-def _build(
+def _build_cache(
     section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
 ) -> None:
     parts, reports = [], []
@@ -163,7 +163,7 @@ def _build(
     (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
 
 
-def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
+def _load_cache(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
     """Return training samples, held-out samples and statistics of a cache folder, with memory-mapped documents."""
     stats = _STATS.validate_json((folder / "stats.json").read_bytes())
     files = sorted(folder.glob("source-*.arrow"))

@@ -70,7 +70,7 @@ class FeatureFiles:
         """Return the features of images, in order, and their grids if the model uses them."""
         files = [load_file(self.path(image)) for image in stored]
         tensors = {name: torch.cat([file[name] for file in files]) for name in files[0]}
-        return TowerOutput(*(_nest(tensors, name) for name in TowerOutput.__dataclass_fields__)), tensors.get(GRID)
+        return TowerOutput(*(_unflatten(tensors, name) for name in TowerOutput.__dataclass_fields__)), tensors.get(GRID)
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -85,9 +85,9 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _flatten(f"{name}.{index}", entry)
 
 
-def _nest(tensors: dict[str, torch.Tensor], name: str) -> Any:
+def _unflatten(tensors: dict[str, torch.Tensor], name: str) -> Any:
     """Undo `_flatten`; return None if no tensor has this name."""
     if name in tensors:
         return tensors[name]
     entries = {int(key[len(name) + 1 :].partition(".")[0]) for key in tensors if key.startswith(f"{name}.")}
-    return tuple(_nest(tensors, f"{name}.{at}") for at in sorted(entries)) or None
+    return tuple(_unflatten(tensors, f"{name}.{at}") for at in sorted(entries)) or None

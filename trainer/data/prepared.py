@@ -10,7 +10,7 @@ from trainer.data.vision import ImageReader
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     tokenizer: Any
     model_config: Any
     data: Any
@@ -25,19 +25,19 @@ class Prepared:
     """The model's context length in tokens; None if unknown or unlimited."""
     images: ImageReader | None = None
     """The image processor of a vision-language model."""
-    adapters: "tuple[Prepared, ...]" = ()
+    adapters: "tuple[PreparedRun, ...]" = ()
     """Results for each of `adapters` if several are trained together; this object has the first adapter's."""
 
 
-def has_images(prepared: Prepared) -> bool:
+def has_images(prepared: PreparedRun) -> bool:
     stats = prepared.data.stats
     return prepared.images is not None and bool(stats.with_images or (stats.evaluation or stats).with_images)
 
 
-def count_skipped_records(prepared: Prepared, batches: Any) -> dict[str, int]:
+def count_skipped_records(prepared: PreparedRun, batches: Any) -> dict[str, int]:
     return batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
 
 
-def count_samples(prepared: Prepared) -> int | None:
+def count_samples(prepared: PreparedRun) -> int | None:
     """Return the number of training samples in an epoch; None for a stream."""
     return None if isinstance(prepared.data.train, SampleStream) else len(prepared.data.train)

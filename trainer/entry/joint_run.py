@@ -23,7 +23,7 @@ from trainer.contract.folder_lock import FolderLock
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
 from trainer.contract.restart_record import find_changed_adapters
 from trainer.data.batches import MicroBatch, PairBatch, merge_batches
-from trainer.data.prepared import Prepared, count_samples
+from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.loop import Loop, exclude_from_garbage_collection
 from trainer.memory.planner import apply_changes, combine_adapters
@@ -83,7 +83,7 @@ class JointRun:
     """Trains the adapters of a run in joint passes; every rank creates a `JointRun`."""
 
     def __init__(
-        self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest,
+        self, loaded: LoadedConfig, prepared: PreparedRun, ranks: Ranks, console: Console, stop: StopRequest,
         lock: FolderLock | None = None, *, verbose: bool = True,
     ) -> None:  # fmt: skip
         self.config, self._notes, self._lock, self._prepared = loaded.config, loaded.notes, lock, prepared
@@ -376,6 +376,6 @@ def _count_targets(
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
-def _compute_max_length(prepared: Prepared) -> int:
+def _compute_max_length(prepared: PreparedRun) -> int:
     train = prepared.data.train
     return int(train.lengths()[0].max()) if hasattr(train, "lengths") else 0

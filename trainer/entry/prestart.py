@@ -19,7 +19,7 @@ from trainer.config.errors import convert_path_error
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
 from trainer.contract.rank_arguments import CHECKED, PRESTARTED, StartMessage, open_channel
 from trainer.contract.standard_streams import open_forgiving_stream
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.entry.rank import main as train
 from trainer.monitor.console import redirect_output_to
 from trainer.parallel.ranks.lean_imports import import_common_modules
@@ -36,9 +36,9 @@ def main(argv: list[str]) -> int:
     with _silence_libraries():
         import_common_modules()
     config, overrides = argv[0], [word for word in argv[1:] if word != PRESTARTED]
-    prepared: Prepared | None
+    prepared: PreparedRun | None
     if os.environ["RANK"] == "0":
-        code, prepared = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
+        code, prepared = _check_run(config, overrides, int(os.environ["WORLD_SIZE"]))
         if code:
             return code
         channel.sendall(CHECKED)
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     return train(message.arguments, prepared)
 
 
-def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
+def _check_run(path: str, overrides: list[str], world_size: int) -> tuple[int, PreparedRun | None]:
     show = partial(print, flush=True)
     with _exit_on_signals(), _silence_libraries(), phase("checks"):
         try:
@@ -70,7 +70,7 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     return 0, prepared
 
 
-def _read_model_files(path: str, overrides: list[str]) -> Prepared | None:
+def _read_model_files(path: str, overrides: list[str]) -> PreparedRun | None:
     """Read the model's files; return None after an error, which rank 0 or this rank's training will report."""
     try:
         with phase("checks"):

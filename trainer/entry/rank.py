@@ -15,7 +15,7 @@ from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_arguments import TYPED
 from trainer.contract.rank_errors import RankError
 from trainer.contract.rendezvous import get_host_name
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.entry.joint_run import JointRun
 from trainer.monitor.console import open_console, report_to_torchrun
 from trainer.parallel.ranks.agreement import decide_on_first_rank
@@ -28,12 +28,12 @@ from trainer.run import Run
 from trainer.setup.preflight import check_folder, prepare
 
 
-def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int:
+def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> int:
     """Train; return 0 if done, 1 if failed or hung, 2 for a usage error, 75 if preempted, 128 + signal if stopped.
 
     Preempted and stopped runs are saved. `prepared` has the data or model files that this process has already prepared.
     """
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     stop, ranks = StopRequest(), Ranks(0, 1, 0)
     try:
         ranks = Ranks.from_environment(expected=arguments.world_size)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, prepared: Prepared | None = None) -> int
         with phase("join"):
             lock = _lock_folder(loaded.config, ranks, arguments.lock)
         watchdog.writes = True
-        code = _train(loaded, prepared, arguments, ranks, stop, lock)
+        code = _train_run(loaded, prepared, arguments, ranks, stop, lock)
         watchdog.writes = lock is None or lock.is_held
     except UserError as error:
         code = _report_error(error, ranks, run_dir / "logs" if watchdog.writes else None)
@@ -89,9 +89,9 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
     return decide_on_first_rank(ranks, compute_collective_timeout(config.training), take)
 
 
-def _train(
+def _train_run(
     loaded: LoadedConfig,
-    prepared: Prepared,
+    prepared: PreparedRun,
     arguments: argparse.Namespace,
     ranks: Ranks,
     stop: StopRequest,
@@ -147,7 +147,7 @@ def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
     return error.exit_code
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = CommandParser(prog="trainer.train", description="Train the run of CONFIG; one process per GPU.")
     parser.add_config()
     parser.add_argument(

@@ -12,7 +12,7 @@ from torch import nn
 from ops.head import LOGITS_AT_ONCE
 from trainer.config import TrainingSection
 from trainer.memory.observed import Kernels, Layer
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import find_base_model
 
@@ -102,7 +102,7 @@ def combine_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: floa
     checkpointed = training.gradient_checkpointing_layers or len(layers)
     count = 0 if selective or training.gradient_checkpointing == "none" else checkpointed
     inputs = [layer.boundary for layer in layers[: len(layers) if selective else count]]
-    on_host = _fit_inputs(inputs, work.host_room) if training.offload_activations else 0
+    on_host = _sum_fitting_inputs(inputs, work.host_room) if training.offload_activations else 0
     # One input is copied to or from the host while the next is computed or used.
     in_flight = min(2 * max(inputs, default=0), on_host)
     rest = sum(layer.kept for layer in layers[count:])
@@ -112,7 +112,7 @@ def combine_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: floa
     return Activations(kept, int(max(needs, default=0)), on_host)
 
 
-def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
+def _sum_fitting_inputs(inputs: Sequence[int], room: int | None) -> int:
     """Return the bytes of the layer inputs that fit in host memory; other inputs stay on the device."""
     total = 0
     for size in inputs:
@@ -120,7 +120,7 @@ def _fit_inputs(inputs: Sequence[int], room: int | None) -> int:
     return total
 
 
-def loss_head_bytes(shapes: Shapes, work: MicroStep) -> int:
+def loss_head_bytes(shapes: ModelShapes, work: MicroStep) -> int:
     """Return the bytes of the final norm, the logits, the loss and the gradient of the hidden states.
 
     The fused loss needs the norm's output T H e, the K hidden states and their gradients 2 K H e, and one chunk of

@@ -1,12 +1,12 @@
 """Suggest settings for configurations that do not fit, each with the memory that it would need."""
 
 from trainer.config import RunConfig
-from trainer.memory.planner import Changes, Choice, Planner, format_gib
+from trainer.memory.planner import Changes, PlanChoice, Planner, format_gib
 
 MAX_SUGGESTIONS = 3
 
 
-def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Choice]:
+def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[PlanChoice]:
     """Return up to three changes that need less memory.
 
     Single changes that fit come first, then a combination that fits, then the changes that save the most.
@@ -78,7 +78,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
     return candidates
 
 
-def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: list[Choice]) -> list[Choice]:
+def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: list[PlanChoice]) -> list[PlanChoice]:
     """Combine single changes one by one until the configuration fits; return an empty list if it never does."""
     changes: Changes = {}
     for single in singles:

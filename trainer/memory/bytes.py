@@ -12,8 +12,8 @@ from trainer.config import OPTIMIZERS
 from trainer.memory.activations import FP32, Activations, MicroStep, loss_head_bytes
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
+    ModelShapes,
     Placement,
-    Shapes,
     base_shard_size,
     base_weight_bytes,
     dequantized_expert_bytes,
@@ -72,7 +72,7 @@ class Estimate:
 
 
 def estimate(
-    shapes: Shapes, work: MicroStep | None, placement: Placement, activations: Activations, tower: int = 0
+    shapes: ModelShapes, work: MicroStep | None, placement: Placement, activations: Activations, tower: int = 0
 ) -> Estimate:
     """Estimate the memory of one rank; `work` is None for models without an LM head.
 
@@ -118,13 +118,13 @@ def estimate(
     )
 
 
-def trained_weight_bytes(shapes: Shapes, placement: Placement) -> int:
+def trained_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of trained weights in their compute dtype, partitioned at stage 3 unless gathered by layer."""
     size = shapes.trained * placement.element
     return size if placement.by_layer else resident_bytes(size, placement)
 
 
-def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
+def gradient_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of gradients accumulated from earlier micro-steps, partitioned at stage 2 or higher.
 
     DeepSpeed's stage 3 always allocates them, on the host if the optimizer is offloaded.
@@ -135,7 +135,7 @@ def gradient_bytes(shapes: Shapes, placement: Placement) -> int:
     return shard_size(shapes.trained * placement.element, placement, 2)
 
 
-def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
+def moment_bytes_per_element(shapes: ModelShapes, placement: Placement) -> float:
     """Return the bytes per trained element of the optimizer's moments; 8-bit moments have one scale per 256."""
     kind = OPTIMIZERS[placement.training.optimizer]
     if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
@@ -143,7 +143,7 @@ def moment_bytes_per_element(shapes: Shapes, placement: Placement) -> float:
     return len(kind.state) * (FP32 if kind.bits == 8 else kind.bits / 8)
 
 
-def optimizer_state_bytes(shapes: Shapes, placement: Placement) -> int:
+def optimizer_state_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of master weights (4 each) and moments, partitioned at stage 1 or higher.
 
     fp32 training at stage 0 has no master weights. With offloading, the GPU only has a gradient buffer for the largest
@@ -156,19 +156,19 @@ def optimizer_state_bytes(shapes: Shapes, placement: Placement) -> int:
     return shard_size(int(shapes.trained * per_element), placement, 1)
 
 
-def largest_trained_numel(shapes: Shapes, placement: Placement) -> int:
+def largest_trained_numel(shapes: ModelShapes, placement: Placement) -> int:
     """Return the number of elements of the largest trained tensor; LoRA factors in one buffer are one tensor."""
     factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
     others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
     return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
 
 
-def bucket_bytes(shapes: Shapes, placement: Placement) -> int:
+def bucket_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of DeepSpeed's reduction buffer, which is limited to the number of trained elements."""
     return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element
 
 
-def reduction_bytes(shapes: Shapes, placement: Placement) -> int:
+def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes in use at the end of a backward pass: gradients, buckets, and the assembled flat gradient.
 
     There is one bucket, or two if communication overlaps.
@@ -180,7 +180,7 @@ def reduction_bytes(shapes: Shapes, placement: Placement) -> int:
     return gradients + bucket_bytes(shapes, placement) * (2 if overlaps else 1)
 
 
-def update_bytes(shapes: Shapes, placement: Placement) -> int:
+def update_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of gradients during the update, including an fp32 copy in 16-bit training."""
     if placement.zero.offload_optimizer:
         return shapes.trained * placement.element
@@ -188,7 +188,7 @@ def update_bytes(shapes: Shapes, placement: Placement) -> int:
     return shapes.trained * placement.element + 2 * copies
 
 
-def host_bytes(shapes: Shapes, placement: Placement, activations: int = 0) -> int:
+def host_bytes(shapes: ModelShapes, placement: Placement, activations: int = 0) -> int:
     """Return the host memory of a rank beyond its process: offloaded tensors, or the loading model if larger."""
     stored = bool(shapes.stored) or any(weight.mxfp4 for weight in shapes.weights)
     streamed = placement.packed or stored or placement.zero.stage == 3
@@ -197,7 +197,7 @@ def host_bytes(shapes: Shapes, placement: Placement, activations: int = 0) -> in
     return max(offloaded_bytes(shapes, placement) + activations, loading * placement.element)
 
 
-def offloaded_bytes(shapes: Shapes, placement: Placement) -> int:
+def offloaded_bytes(shapes: ModelShapes, placement: Placement) -> int:
     total = placement.base_states
     if placement.zero.offload_optimizer:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
@@ -208,7 +208,7 @@ def offloaded_bytes(shapes: Shapes, placement: Placement) -> int:
     return total
 
 
-def checkpoint_bytes(shapes: Shapes, placement: Placement) -> int:
+def checkpoint_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes on disk of the final weights and of all checkpoints, including one that is being written.
 
     A checkpoint contains the weights, and the master weights and moments in fp32.

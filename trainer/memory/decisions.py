@@ -10,9 +10,9 @@ from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
 from trainer.config.checks import TILES_NO_GRAPHS, find_feature_problem
-from trainer.config.zero import find_layer_gather_problem, gathers_by_layer, resolve_engine_zero
+from trainer.config.zero import describe_layer_gather_problem, gathers_by_layer, resolve_engine_zero
 from trainer.parallel.engine.deepspeed_engine import can_guard_on_device
-from trainer.parallel.engine.flat_adapter import find_flat_problem
+from trainer.parallel.engine.flat_adapter import describe_flat_problem
 from trainer.parallel.ranks.group import list_shard_groups
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_properties import ModelProperties
@@ -117,7 +117,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
     own_elementwise = _choose_elementwise(config, machine)
     norms, swiglu, rotary = (_choose_kernels(part, model, own_elementwise) for part in PARTS)
     zero = resolve_engine_zero(config)
-    not_flat = find_flat_problem(config)
+    not_flat = describe_flat_problem(config)
     return Decisions(
         attention=_choose_attention(config, machine, model),
         own_elementwise=own_elementwise,
@@ -293,4 +293,4 @@ def _choose_gather(config: RunConfig) -> Decision[str]:
         return Decision("none")
     if gathers_by_layer(config):
         return Decision("layer")
-    return Decision("module", find_layer_gather_problem(config) or "as configured")
+    return Decision("module", describe_layer_gather_problem(config) or "as configured")

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 import torch
 
 from trainer.config import LoraSection, RunConfig
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.memory.activations import Activations
 from trainer.memory.bytes import Estimate, estimate
 from trainer.memory.decisions import Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
 from trainer.memory.observed import Meter, substitute_attention
 from trainer.memory.planner import Changes, Lengths, Planner
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel
@@ -41,7 +41,7 @@ class ImagePlanner(Planner):
     decide = staticmethod(decide_for_images)
 
     @classmethod
-    def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
+    def from_run(cls, machine: Machine, config: RunConfig, prepared: PreparedRun) -> Planner:
         pipeline: Pipeline = prepared.model_config
         count, text = None, infer_caption_shapes(pipeline)
         if prepared.data is not None:
@@ -73,11 +73,11 @@ class ImagePlanner(Planner):
         return cache(partial(observe_activations, self.pipeline, self.text))
 
 
-def read_image_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
+def read_image_shapes(pipeline: Pipeline, lora: Any) -> ModelShapes:
     model = _build_meta_model(pipeline, lora)
     base = model.get_base_model()
     blocks = [base.get_submodule(path) for path in base.list_shard_blocks()]
-    return Shapes(
+    return ModelShapes(
         hidden=1,
         vocabulary=1,
         tied=False,

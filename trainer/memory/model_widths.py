@@ -12,19 +12,19 @@ from torch import nn
 
 from trainer.config import LoraSection, ModelSection
 from trainer.memory.observed import reduce_to_kinds
-from trainer.memory.stored_weights import Shapes, Weight
+from trainer.memory.stored_weights import ModelShapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import build_empty_model
 from trainer.model.model_kind import find_output_layer, is_mxfp4
 from trainer.model.reached_layers import find_decoder_layers
 from trainer.model.stored_settings import StoredFormat, find_stored_format
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
-from trainer.patches.model_properties import CAPPED, find_head_problem, inspect_base_model
+from trainer.patches.model_properties import CAPPED, describe_head_problem, inspect_base_model
 
 
 def read_shapes(
     model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
-) -> Shapes:
+) -> ModelShapes:
     """Describe the tensors and layers of the model with its adapter, built on the meta device.
 
     Without `lora`, all weights are trained. The embedding has at least `vocabulary_at_least` rows (for the tokenizer).
@@ -41,14 +41,14 @@ def read_shapes(
         new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
         with init_empty_weights():
             model = apply_adapter(model, new_adapter, torch.float32)
-    unfused_head = find_head_problem(model)
+    unfused_head = describe_head_problem(model)
     blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, stored=stored))
     new_rows = max(0, vocabulary_at_least - rows)
     if new_rows:
         per_row = hidden * (1 if tied else 2)
         weights = (*weights, Weight(new_rows * per_row, packable=False, trained=False, layer=-1))
-    return Shapes(
+    return ModelShapes(
         hidden=hidden,
         vocabulary=rows + new_rows,
         tied=tied,

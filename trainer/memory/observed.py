@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config import TrainingSection, UserError
 from trainer.config.errors import format_one_line
 from trainer.contract.known_versions import patch_attribute, replaces
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.expert_forward import detect_activation, run_adapted_experts, run_in_torch
 from trainer.model.expert_layers import find_expert_modules, takes_all_tokens
 from trainer.model.reached_layers import describe_layer, find_decoder_layers
@@ -152,7 +152,7 @@ class NoEstimateError(UserError):
         )
 
 
-def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
+def observe_layers(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
     """Return the memory that a layer of each kind needs for `rows` rows."""
     model = shapes.model.to("meta", kernels.dtype).train()
     layers: dict[int, Layer] = {}
@@ -174,7 +174,7 @@ def observe_layers(shapes: Shapes, kernels: Kernels, rows: int) -> dict[int, Lay
     return layers
 
 
-def count_rows_to_observe(shapes: Shapes, kernels: Kernels) -> int:
+def count_rows_to_observe(shapes: ModelShapes, kernels: Kernels) -> int:
     """Return the number of rows above which all inputs are large enough to recompute, so that memory grows linearly."""
     row = kernels.length * shapes.hidden * kernels.dtype.itemsize
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
@@ -249,7 +249,7 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
         replace(experts, "forward", compute)
 
 
-def _intercept_layers(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
+def _intercept_layers(shapes: ModelShapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
     """Patch layers so that one of each kind is measured into `layers` and the others return its result.
 
     Returns a dict of results by kind, which is filled while the model runs.
@@ -260,7 +260,7 @@ def _intercept_layers(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) ->
         if kind not in results and not meter.measuring:
             results[kind] = forward(*args, **kwargs)
         if kind not in results:
-            results[kind], layers[kind] = _measure(meter, forward, args, kwargs)
+            results[kind], layers[kind] = _measure_layer(meter, forward, args, kwargs)
             if len(layers) == len(set(shapes.layers)):
                 raise _ObservationComplete
         return results[kind]
@@ -270,7 +270,7 @@ def _intercept_layers(shapes: Shapes, meter: Meter, layers: dict[int, Layer]) ->
     return results
 
 
-def _measure(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, Layer]:
+def _measure_layer(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, Layer]:
     hidden = args[0] if args else kwargs["hidden_states"]
     before = meter.live
     meter.peak, meter.internal = before, 0

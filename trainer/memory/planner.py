@@ -10,7 +10,7 @@ import torch
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
 from trainer.memory.activations import Activations, MicroStep, combine_layers, estimate_tower_activations
@@ -18,7 +18,7 @@ from trainer.memory.bytes import GIB, Estimate, estimate, offloaded_bytes
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Kernels, Layer, count_rows_to_observe, observe_layers
-from trainer.memory.stored_weights import Placement, Shapes, list_gathered_weights, stored_bytes
+from trainer.memory.stored_weights import ModelShapes, Placement, list_gathered_weights, stored_bytes
 from trainer.parallel.ranks.group import list_shard_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
@@ -66,7 +66,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """Holds a changed configuration with its estimate, or the reason why its settings cannot be combined."""
 
     config: RunConfig
@@ -86,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planner:
-    shapes: Shapes
+    shapes: ModelShapes
     lengths: Lengths
     machine: Machine
     has_sequences: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class Planner:
     decide = staticmethod(decide)
 
     @classmethod
-    def from_run(cls, machine: Machine, config: RunConfig, prepared: Prepared) -> "Planner":
+    def from_run(cls, machine: Machine, config: RunConfig, prepared: PreparedRun) -> "Planner":
         """Build the planner of a run. If `prepared` lacks data, assume the maximum length for all sequences."""
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
@@ -143,16 +143,16 @@ class Planner:
             "gradients": gradients,
         }
 
-    def try_changes(self, config: RunConfig, changes: Changes) -> Choice:
+    def try_changes(self, config: RunConfig, changes: Changes) -> PlanChoice:
         """Apply changes to the configuration. Return the result with its estimate, or why it is invalid."""
         changed = apply_changes(config, changes)
         try:
             check_combinations(changed)
         except UserError as error:
-            return Choice(changed, changes, None, str(error))
-        return Choice(changed, changes, self.estimate(changed))
+            return PlanChoice(changed, changes, None, str(error))
+        return PlanChoice(changed, changes, self.estimate(changed))
 
-    def list_stages(self, config: RunConfig) -> list[Choice]:
+    def list_stages(self, config: RunConfig) -> list[PlanChoice]:
         config = apply_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
         variations = [
             {"zero.stage": stage, **OFFLOADS[name]}

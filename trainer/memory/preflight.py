@@ -9,7 +9,7 @@ from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.files import read_json
 from trainer.contract.rendezvous import get_host_name
 from trainer.contract.whole_files import write_json
-from trainer.data.prepared import Prepared, count_samples
+from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
 from trainer.memory.advice import describe_misfit
 from trainer.memory.bytes import CONTEXT, Estimate
@@ -39,7 +39,7 @@ class MemoryPlan:
 
     def measure_peak(self) -> int:
         """Return the highest peak memory in bytes over all GPUs (on CPUs, all processes); a collective call."""
-        return int(max(gather_objects(peak_memory_gib())) * 2**30)
+        return int(max(gather_objects(read_peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
         """Write estimate, measured peak and decisions to run.json. Return a line for the console.
@@ -65,7 +65,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    kind: type[Planner], config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
+    kind: type[Planner], config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str
 ) -> MemoryPlan:
     """Resolve `auto` and check that the run fits; every rank must call it and gets the same result.
 
@@ -87,7 +87,7 @@ def plan_memory(
 
 
 def plan_for_machine(
-    kind: type[Planner], machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None
+    kind: type[Planner], machine: Machine, config: RunConfig, prepared: PreparedRun, memory: int | None
 ) -> MemoryPlan:
     """Plan the memory of ranks with `memory` bytes per GPU (None: CPUs). Raises UserError as `plan_memory` does."""
     counts = count_samples(prepared), config.data_ranks(machine.world_size)
@@ -169,7 +169,7 @@ def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
     return min(gather_objects(usable)) + CONTEXT
 
 
-def peak_memory_gib() -> float:
+def read_peak_memory_gib() -> float:
     """Return the peak memory of this rank's GPU, or of its process on a CPU, in GiB."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30

@@ -13,7 +13,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.yaml_core import read_yaml
 from trainer.memory.activations import MicroStep
 from trainer.memory.planner import Planner
-from trainer.memory.stored_weights import Shapes
+from trainer.memory.stored_weights import ModelShapes
 from trainer.model.expert_layers import count_experts_per_token
 from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
@@ -171,7 +171,7 @@ def find_peak_flops(card: str) -> float:
     return PEAK_TFLOPS[card] * TERA
 
 
-def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
+def count_flops(shapes: ModelShapes, rows: int, length: int, targets: int) -> float:
     """Return the model FLOPs of a micro-batch without attention, counted as in trainer/monitor/mfu.py."""
     visited, tokens = count_experts_per_token(shapes.model.config.get_text_config()), rows * length
     per_token = 0.0
@@ -182,13 +182,13 @@ def count_flops(shapes: Shapes, rows: int, length: int, targets: int) -> float:
     return tokens * per_token + 4.0 * shapes.vocabulary * shapes.hidden * targets * rows
 
 
-def count_attention_flops(shapes: Shapes, rows: int, length: int) -> float:
+def count_attention_flops(shapes: ModelShapes, rows: int, length: int) -> float:
     """Return the FLOPs of causal attention in one forward pass: 2 x length^2 x heads x head size per row and layer."""
     heads, size = _read_heads(shapes)
     return 2.0 * rows * length**2 * heads * size * len(shapes.layers)
 
 
-def _read_heads(shapes: Shapes) -> tuple[int, int]:
+def _read_heads(shapes: ModelShapes) -> tuple[int, int]:
     config = shapes.model.config.get_text_config()
     heads: int = getattr(config, "num_attention_heads", 0)
     return heads, getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)

@@ -38,7 +38,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ModelShapes:
     hidden: int
     vocabulary: int
     tied: bool
@@ -127,7 +127,7 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
     return round_up(64) + round_up(blocks * matrices) + round_up(nested) + round_up(1024) + round_up(4 * matrices)
 
 
-def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
+def dequantized_expert_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of the buffers for dequantized experts. There is one per tensor of a layer, shared by layers."""
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
@@ -136,7 +136,7 @@ def dequantized_expert_bytes(shapes: Shapes, placement: Placement) -> int:
     return max(map(sum, layers.values()), default=0)
 
 
-def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
+def rounded_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of a temporary merged weight Q(W + s B A), and of buffers for quantizing it."""
     if not placement.training.qat:
         return 0
@@ -144,7 +144,7 @@ def rounded_weight_bytes(shapes: Shapes, placement: Placement) -> int:
     return round_up(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
 
 
-def base_weight_bytes(shapes: Shapes, placement: Placement) -> int:
+def base_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of frozen weights and scales on this rank's GPU."""
     frozen = (weight for weight in shapes.weights if not weight.trained)
     return resident_bytes(sum(stored_bytes(weight, placement) for weight in frozen), placement)
@@ -155,7 +155,7 @@ def resident_bytes(size: int, placement: Placement) -> int:
     return 0 if placement.zero.stage == 3 and placement.zero.offload_parameters else base_shard_size(size, placement)
 
 
-def gathered_bytes(shapes: Shapes, placement: Placement) -> tuple[int, int]:
+def gathered_bytes(shapes: ModelShapes, placement: Placement) -> tuple[int, int]:
     """Return the peak bytes of weights gathered at once at stage 3: (in decoder layers, outside of them).
 
     Gathering by layer needs twice the largest frozen layer, and the embedding or head while it is used. Gathering by
@@ -177,7 +177,7 @@ def gathered_bytes(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     return min(sum(layers), prefetched, placement.zero.max_live_parameters * placement.element), outside
 
 
-def list_gathered_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
+def list_gathered_weights(shapes: ModelShapes, placement: Placement) -> list[Weight]:
     """Return the weights that stage 3 gathers: frozen weights, and by module also trained ones except LoRA factors."""
     return [weight for weight in shapes.weights if not (weight.trained if placement.by_layer else weight.factor)]
 

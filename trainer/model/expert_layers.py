@@ -72,7 +72,7 @@ def is_transposed(module: Any) -> bool:
     return bool(getattr(module, "is_transposed", False)) or takes_all_tokens(module)
 
 
-def expert_width(module: Any) -> int:
+def get_expert_width(module: Any) -> int:
     """Return I, the width of an expert and the largest useful rank of its adapter."""
     shape = get_expert_shape(module, DOWN)
     return shape[1] if is_transposed(module) else shape[2]

@@ -17,9 +17,9 @@ from trainer.model.expert_layers import (
     TOP_K_NAMES,
     USUAL_NAMES,
     count_experts_per_token,
-    expert_width,
     find_expert_modules,
     get_expert_shape,
+    get_expert_width,
     holds_experts,
     list_expert_tensors,
 )
@@ -99,7 +99,7 @@ def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None
     if lora.init in UNSUPPORTED_INITS:
         raise UserError(f"lora.init={lora.init}: not supported for experts; use default or gaussian, {fix}")
     rank = resolve_expert_rank(model, lora)
-    width = min(expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
+    width = min(get_expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
     if rank > width:
         setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
         per_expert = max(1, lora.r // count_experts_per_token(model.config))

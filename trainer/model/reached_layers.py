@@ -57,11 +57,11 @@ def probe_gradient_coverage(model: Any) -> GradientCoverage:
     if key not in _CACHE:
         _CACHE[key] = GradientCoverage({})
         with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            _CACHE[key] = _observe(type(model), config)
+            _CACHE[key] = _observe_gradients(type(model), config)
     return _CACHE[key]
 
 
-def _observe(model_class: Any, config: Any) -> GradientCoverage:
+def _observe_gradients(model_class: Any, config: Any) -> GradientCoverage:
     try:
         few, once = _Pass(model_class, config, FEW_TOKENS), True
     except Exception:  # models that need all of their layers raise errors of any type

@@ -31,7 +31,7 @@ from trainer.model.stored_fp8 import (
     find_quantization_settings,
     matches_module,
 )
-from trainer.model.stored_layout import Stored
+from trainer.model.stored_layout import StoredParameter
 from trainer.model.tensor_files import SafetensorsFiles
 
 COLUMN_PARTS = {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "order": "g_idx"}
@@ -180,7 +180,7 @@ class FourBitFiles:
         views = parts | {"scales": parts["scales"].view(SCALES[layout.scale]), "order": parts["order"].view(-1)}
         return dequantize_groups(list(views.values()), layout.floats, layout.group, torch.float32)
 
-    def find_layout(self, stored: Stored, shape: Sequence[int], *, transposed: bool) -> GroupedLayout | None:
+    def find_layout(self, stored: StoredParameter, shape: Sequence[int], *, transposed: bool) -> GroupedLayout | None:
         """Return the packed layout of a parameter of `shape` ([.., I, O] if transposed); None to dequantize it."""
         names = [name for group in stored.names.values() for name in group]
         operations = stored.converter.operations if stored.converter else ()
@@ -193,7 +193,7 @@ class FourBitFiles:
             return None
         return layouts.pop()._replace(experts=next(iter(experts), 0))
 
-    def fill(self, stored: Stored, sections: dict[str, Tensor], experts: int, *, transposed: bool) -> None:
+    def fill(self, stored: StoredParameter, sections: dict[str, Tensor], experts: int, *, transposed: bool) -> None:
         """Copy the stored parts of a parameter into `sections`, one expert at a time if possible."""
         for part, section in sections.items():
             section = section.view(torch.uint8) if section.dtype == torch.float8_e4m3fn else section
@@ -229,7 +229,7 @@ class FourBitFiles:
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
         if self._form.name == "AWQ":
-            words = codes.mT.to(torch.int32).unflatten(-1, (-1, 8)) << _bit_shifts(AWQ_ORDER)
+            words = codes.mT.to(torch.int32).unflatten(-1, (-1, 8)) << _build_bit_shifts(AWQ_ORDER)
             return words.sum(-1, dtype=torch.int32)
         words = pack_pairs(codes)
         words = words if self._form.name == "NVFP4" else words.view(torch.int32)
@@ -289,13 +289,13 @@ class FourBitFiles:
         return form.layout((rows, cols), TYPES.index(self._types[f"{path}.{self._parts['scales']}"]))
 
 
-def _bit_shifts(order: Sequence[int]) -> Tensor:
+def _build_bit_shifts(order: Sequence[int]) -> Tensor:
     return torch.tensor([4 * position for position in order], dtype=torch.int32)
 
 
 def unpack_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     """Unpack int32 [N, K] to 4-bit codes [N, 8 K] (uint8). `order` lists the positions of 8 adjacent columns."""
-    return (words[..., None] >> _bit_shifts(order) & 15).to(torch.uint8).flatten(-2)
+    return (words[..., None] >> _build_bit_shifts(order) & 15).to(torch.uint8).flatten(-2)
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

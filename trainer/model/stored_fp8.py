@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ops.reference import dequantize_blocks
 from trainer.config import UserError
-from trainer.model.stored_layout import Stored
+from trainer.model.stored_layout import StoredParameter
 from trainer.model.tensor_files import SafetensorsFiles
 
 E4M3 = "F8_E4M3"
@@ -137,7 +137,7 @@ class Fp8Files:
         codes, scales = self._read_codes(name, index), self._read_scales(block, name, index)
         return dequantize_blocks(codes, scales, block, torch.float32)
 
-    def find_block(self, stored: Stored, dimensions: int) -> Block | None:
+    def find_block(self, stored: StoredParameter, dimensions: int) -> Block | None:
         """Return the rows and columns per scale of the parameter built from `stored`; None if it must be dequantized.
 
         Blocks shrink if concatenated parts do not consist of whole blocks of rows.
@@ -161,11 +161,11 @@ class Fp8Files:
                 rows = gcd(self._shapes[name][-2], rows)
         return (rows, cols) if "Transpose" not in kinds or rows == cols else None
 
-    def read_codes(self, stored: Stored, index: int | None = None) -> Tensor:
+    def read_codes(self, stored: StoredParameter, index: int | None = None) -> Tensor:
         """Read the stored values (uint8) in the layout of the parameter."""
         return stored.read(TensorView(self.read_shapes, self._read_codes), index)
 
-    def read_scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
+    def read_scales(self, stored: StoredParameter, block: Block, index: int | None = None) -> Tensor:
         """Read one fp32 scale per `block` in the layout of the parameter."""
         return stored.read(TensorView(self.read_shapes, partial(self._read_scales, block)), index)
 

@@ -29,7 +29,7 @@ class StoredTensors(Protocol):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameter:
     """Maps a parameter to the names of its stored tensors, and to their conversion."""
 
     target: str
@@ -100,7 +100,7 @@ class _Shapes:
         return torch.empty(self._shapes[name], device="meta")
 
 
-def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
+def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dict[str, StoredParameter]:
     """Map every parameter and persistent buffer of a model on the meta device to its stored tensors.
 
     Tied parameters appear under all of their names. Raises UserError if a parameter is not stored.
@@ -114,7 +114,7 @@ def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dic
     return _add_tied(model, layout, base_model)
 
 
-def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
+def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[StoredParameter]:
     """Collect the stored tensors as transformers' `convert_and_load_state_dict_in_model` does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -139,21 +139,21 @@ def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Sto
             (converters_by_pattern[pattern] for pattern in patterns if pattern in converters_by_pattern), None
         )
         sources = {pattern: tuple(stored) for pattern, stored in patterns.items()}
-        layout.append(Stored(key, sources, converter, key, shape_model, model.config))
+        layout.append(StoredParameter(key, sources, converter, key, shape_model, model.config))
     return layout
 
 
-def _find_mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
+def _find_mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, StoredParameter]:
     """Find the parameters stored as blocks and scales, named with or without the model's prefix."""
     prefix, layout = f"{model.base_model_prefix}.", {}
     for target, _ in model.named_parameters():
         for name in (target, target.removeprefix(prefix), prefix + target):
             if name + BLOCKS in shapes and name + SCALES in shapes:
-                layout[target] = Stored(target, {BLOCKS: (name + BLOCKS,), SCALES: (name + SCALES,)})
+                layout[target] = StoredParameter(target, {BLOCKS: (name + BLOCKS,), SCALES: (name + SCALES,)})
     return layout
 
 
-def _add_tied(model: Any, layout: dict[str, Stored], base_model: str) -> dict[str, Stored]:
+def _add_tied(model: Any, layout: dict[str, StoredParameter], base_model: str) -> dict[str, StoredParameter]:
     tied = set(require(model, "all_tied_weights_keys", "transformers"))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(parameters[name]): stored for name, stored in layout.items() if name in parameters}

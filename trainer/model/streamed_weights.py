@@ -37,7 +37,7 @@ from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors, TensorsWithScore
 from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat
 from trainer.model.stored_fp8 import Block, Fp8Files
-from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, map_stored_tensors
+from trainer.model.stored_layout import BLOCKS, SCALES, StoredParameter, StoredTensors, map_stored_tensors
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
@@ -69,7 +69,7 @@ def load_model_by_module(
     if quantization is not None and quantization.is_8bit:
         check_fp8_support(quantization.quant_type, device)
         if device.type == "cuda":
-            ops.load("auto")  # the forward of the layers needs an operator
+            ops.load_backend("auto")  # the forward of the layers needs an operator
     model = _build_empty(strip_quantization(config), section, dtype, attention)
     files: StoredTensors
     if is_random(base_model):
@@ -123,7 +123,7 @@ class Filler:
 
     model: Any
     files: StoredTensors
-    layout: dict[str, Stored]
+    layout: dict[str, StoredParameter]
     dtype: torch.dtype
     device: torch.device
     quantization: QuantizationSection | None
@@ -161,11 +161,11 @@ class Filler:
     def _fill_module(self, path: str, module: Any) -> nn.Module:
         """Fill the module's direct parameters and buffers. Return the module, or the packed layer that replaces it."""
         stored = {
-            name: self.layout[_join(path, name)] for name in (*module._parameters, *module._buffers)
-            if _join(path, name) in self.layout
+            name: self.layout[_join_path(path, name)] for name in (*module._parameters, *module._buffers)
+            if _join_path(path, name) in self.layout
         }  # fmt: skip
         is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
-        is_layer = is_layer and (self._fp32_names is None or not self._fp32_names.search(_join(path, "weight")))
+        is_layer = is_layer and (self._fp32_names is None or not self._fp32_names.search(_join_path(path, "weight")))
         block = self._fp8.find_block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._plan_packing(module, stored)
         if self._four_bit is not None and is_layer:
@@ -193,7 +193,7 @@ class Filler:
         self._quantized[weight] = layer = _quantize(module, self._to_quantize, self.dtype, tied)
         return layer
 
-    def _plan_packing(self, module: nn.Module, stored: dict[str, Stored]) -> dict[str, ExpertsLayout]:
+    def _plan_packing(self, module: nn.Module, stored: dict[str, StoredParameter]) -> dict[str, ExpertsLayout]:
         experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
         is_transposed_module = is_transposed(module)
         if any(stored[name].is_mxfp4 for name in experts):
@@ -230,7 +230,7 @@ class Filler:
         }
 
     def _plan_group_packing(
-        self, weights: Mapping[str, nn.Parameter], stored: dict[str, Stored], *, transposed: bool
+        self, weights: Mapping[str, nn.Parameter], stored: dict[str, StoredParameter], *, transposed: bool
     ) -> dict[str, ExpertsLayout]:
         """Return the layouts of weights stored in 4-bit groups; empty if any weight must be dequantized."""
         assert self._four_bit is not None
@@ -242,7 +242,7 @@ class Filler:
             layouts[name] = ExpertsLayout(GROUPED, *groups[:3], self.dtype, transposed, groups=groups)
         return layouts
 
-    def _read_plain(self, stored: Stored, parameter: nn.Parameter) -> nn.Parameter:
+    def _read_plain(self, stored: StoredParameter, parameter: nn.Parameter) -> nn.Parameter:
         """Read an unpacked parameter, one expert at a time if possible."""
         dtype, files = parameter.dtype if self._is_typed else self.dtype, self.files
 
@@ -261,13 +261,13 @@ class Filler:
         value = _broadcast(read, lambda: torch.empty(parameter.shape, dtype=dtype, device=self.device))
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
-    def _read_packed(self, stored: Stored, layout: ExpertsLayout) -> PackedExperts:
+    def _read_packed(self, stored: StoredParameter, layout: ExpertsLayout) -> PackedExperts:
         """Read and pack experts on rank 0, and broadcast them."""
         empty = partial(PackedExperts.empty, layout, self.device)
         files = self._four_bit or self._fp8 or self.files
         return _broadcast(partial(_pack, files, stored, layout, self.device), empty)
 
-    def _read_fp8(self, stored: Stored, linear: Any, block: Block) -> tuple[Tensor, Tensor]:
+    def _read_fp8(self, stored: StoredParameter, linear: Any, block: Block) -> tuple[Tensor, Tensor]:
         fp8, shape = self._fp8, linear.weight.shape
         assert fp8 is not None
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
@@ -306,7 +306,7 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
 
 
 def _find_shared_block_sizes(
-    fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, Stored], transposed: bool
+    fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, StoredParameter], transposed: bool
 ) -> dict[str, Block | None]:
     """Map each expert tensor to their common block size (None: one row); empty if they must be dequantized."""
     blocks = {name: fp8.find_block(stored[name], 3) for name in experts}
@@ -329,7 +329,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=childless, config_dict_or_path=deepspeed_config)
 
 
-def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
+def _pack(files: StoredTensors, stored: StoredParameter, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
     """Pack experts one at a time: quantize 16-bit experts, and copy experts that are stored packed."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
@@ -351,7 +351,7 @@ def _pack(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: t
     return packed
 
 
-def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
+def _put_fp8(files: Fp8Files, stored: StoredParameter, packed: PackedExperts) -> None:
     layout = packed.packing
     for index in range(layout.experts) if stored.by_expert else [None]:
         codes, scales = files.read_codes(stored, index), files.read_scales(stored, layout.cell, index)
@@ -372,5 +372,5 @@ def _build_bnb_config(quantization: QuantizationSection, dtype: torch.dtype) -> 
     )
 
 
-def _join(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name

@@ -26,7 +26,7 @@ OTHER_FORMATS = (
 )
 
 
-class Index(BaseModel):
+class WeightIndex(BaseModel):
     weight_map: dict[str, str]
     """File names by tensor name."""
 
@@ -104,7 +104,7 @@ def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[P
 
 def _read_index(index: Path, setting: str) -> list[str]:
     try:
-        names = sorted(set(read_json(index, Index).weight_map.values()))
+        names = sorted(set(read_json(index, WeightIndex).weight_map.values()))
     except UnreadableFileError as error:
         raise UserError(f"{setting}: {index.name} {error.problem}; download or copy it again") from None
     if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None):

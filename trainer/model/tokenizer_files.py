@@ -37,7 +37,7 @@ def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, by
     processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
     with suppress(UserError):  # the tokenizer needs custom code, or more files than TOKENIZER_FILES
         sources = _make_portable(_read_source_files(tokenizer.name_or_path, revision))
-        if sources and _build_fingerprint(_load(sources)) == _build_fingerprint(tokenizer):
+        if sources and _build_fingerprint(_load_from_files(sources)) == _build_fingerprint(tokenizer):
             return sources | processors
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -61,7 +61,7 @@ def _read_source_files(source: str, revision: str | None, names: Sequence[str] =
     return files
 
 
-def _load(files: Mapping[str, bytes]) -> Any:
+def _load_from_files(files: Mapping[str, bytes]) -> Any:
     """Load a tokenizer from these files alone, without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))

@@ -68,13 +68,13 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
         }
     extra = _describe_extra_layers(model, info["unexpected_keys"])
     if info["missing_keys"]:
-        first, count = min(info["missing_keys"], key=_natural_sort_key), len(info["missing_keys"])
+        first, count = min(info["missing_keys"], key=_build_natural_sort_key), len(info["missing_keys"])
         raise UserError(
             f"{setting}: {count} of the {expected} weights that config.json describes for {name} are missing "
             f"(first: {first}) and would be random; {SAME_MODEL_FIX}, or download the model again"
         )
     if info["mismatched_keys"]:
-        wrong = sorted(info["mismatched_keys"], key=lambda item: _natural_sort_key(item[0]))
+        wrong = sorted(info["mismatched_keys"], key=lambda item: _build_natural_sort_key(item[0]))
         first, shape, expected_shape = wrong[0]
         raise UserError(
             f"{setting}: {len(wrong)} of {expected} weights do not match config.json (first: {first} has shape "
@@ -82,7 +82,7 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
         )
     if extra:
         raise UserError(f"{setting}: config.json describes {extra}, which would not be loaded; {SAME_MODEL_FIX}")
-    unused = sorted(info["unexpected_keys"], key=_natural_sort_key)
+    unused = sorted(info["unexpected_keys"], key=_build_natural_sort_key)
     return (
         [f"{len(unused)} stored tensors are not part of {name} and are ignored (first: {unused[0]})"] if unused else []
     )
@@ -112,9 +112,9 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError if weights are in 8 bits or less, because they would be loaded without their scales."""
     if scales := find_scales(files):
-        first = min(scales, key=_natural_sort_key)
+        first = min(scales, key=_build_natural_sort_key)
         raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not declare it; {SAME_MODEL_FIX}")
-    for name, kind in sorted(files.read_types().items(), key=lambda item: _natural_sort_key(item[0])):
+    for name, kind in sorted(files.read_types().items(), key=lambda item: _build_natural_sort_key(item[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.read_shapes()[name]) > 1):
             raise UserError(
@@ -123,7 +123,7 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
             )
 
 
-def _natural_sort_key(name: str) -> list[tuple[int, str]]:
+def _build_natural_sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 

@@ -55,7 +55,7 @@ class FusionReport:
 
 
 @replaces("the forward of PEFT's LoRA layers")
-def fuse(
+def fuse_layers(
     model: nn.Module,
     backend: Literal["auto", "cuda", "reference"],
     *,
@@ -69,7 +69,7 @@ def fuse(
     are still computed one by one. `tokens` is the size of a micro-batch, which selects the kernels to test. Raises
     ValueError if `cuda` is requested but not available, or if the operators fail their self-test.
     """
-    chosen = ops.load(backend)
+    chosen = ops.load_backend(backend)
     report, groups = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
     check_operators(groups, get_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     for group in groups:
@@ -80,7 +80,7 @@ def fuse(
 def group_layers(
     model: nn.Module, forward: Callable[[], object] | None, *, separate: bool, backend: str = ""
 ) -> tuple[FusionReport, list["FusedGroup"]]:
-    """Return the report of `fuse`, and the groups of layers that it would compute together, without installing them."""
+    """Return the report of `fuse_layers`, and the groups of layers that it would compute together; installs nothing."""
     from peft.tuners.lora import LoraLayer
 
     layers = {
@@ -91,7 +91,7 @@ def group_layers(
     report = FusionReport(len(layers), backend)
     members: dict[str, FusedLayer] = {}
     for name, layer in layers.items():
-        if reason := find_fusion_problem(layer):
+        if reason := describe_fusion_problem(layer):
             report.rejected.append((name, reason))
         else:
             members[name] = FusedLayer(layer)
@@ -104,7 +104,7 @@ def group_layers(
     return report, [FusedGroup([members[name] for name in names]) for names in report.groups]
 
 
-def find_fusion_problem(layer: Any) -> str | None:
+def describe_fusion_problem(layer: Any) -> str | None:
     from peft.tuners import lora
 
     base = layer.base_layer
@@ -310,9 +310,9 @@ def _check_group(members: Sequence[FusedLayer], repeats: Sequence[int]) -> None:
             error = _compute_relative_error(actual.detach(), reference.detach(), repeat)
             if not error <= allowed:
                 raise ValueError(
-                    f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
-                    f"{len(tokens)} tokens: {quantity} is off by {error:.2g} (allowed {allowed}); use ops.backend: "
-                    "peft, and report this GPU"
+                    f"ops.backend={ops.load_backend().name}: self-test of layers {[tuple(up.shape) for up in ups]} "
+                    f"in {dtype}, {len(tokens)} tokens: {quantity} is off by {error:.2g} (allowed {allowed}); use "
+                    "ops.backend: peft, and report this GPU"
                 )
 
 

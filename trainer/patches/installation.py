@@ -105,7 +105,7 @@ def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> Non
 
     try:
         with phase("build operators"):
-            ops.load(backend if backend != "peft" else "auto")
+            ops.load_backend(backend if backend != "peft" else "auto")
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -131,7 +131,7 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
         return install_fake_quantization(model, plan.training.qat, plan.dtype)
     if plan.adapters == "peft":
         return [f"adapters: PEFT's own forward ({plan.adapters_reason})"]
-    from trainer.patches.fused_lora import fuse  # imports bitsandbytes and the operators
+    from trainer.patches.fused_lora import fuse_layers  # imports bitsandbytes and the operators
 
     assert plan.backend != "peft"
     options: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
             from trainer.patches.many_adapters import fuse_many
 
             return fuse_many(model, choice, plan.backend, **options).format_summary()
-        report = fuse(model, plan.backend, **options)
+        report = fuse_layers(model, plan.backend, **options)
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.format_summary()

@@ -31,7 +31,7 @@ from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.per_document import build_document_inputs, has_separate_documents
 from trainer.patches.plain_head import (
-    find_plain_head_problem,
+    describe_plain_head_problem,
     get_linear_layer,
     get_trained_rows,
     measure_head_factor,
@@ -74,7 +74,7 @@ class TokenLoss:
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
-        if find_plain_head_problem(self._head):
+        if describe_plain_head_problem(self._head):
             self._head = None
             self._warn_if_estimate_is_off(False)
         self._factor: float | None = None

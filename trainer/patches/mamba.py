@@ -95,22 +95,22 @@ def install_mamba_projections(model: Any) -> list[str]:
 
 def has_scan_kernels() -> bool:
     """Return whether mamba-ssm is usable. Its Triton scan keeps less memory than a scan in plain torch."""
-    return not _find_load_problem(*SCAN)
+    return not _describe_load_problem(*SCAN)
 
 
 def explain_unused_kernels(package: str, library: str) -> str:
     """Return why transformers does not use the kernels, which it has already tried to import; empty if it does."""
-    return _find_load_problem(package, library) or _find_import_problem(package, package)
+    return _describe_load_problem(package, library) or _describe_import_problem(package, package)
 
 
-def _find_load_problem(package: str, library: str) -> str:
+def _describe_load_problem(package: str, library: str) -> str:
     """Return why the kernels cannot be loaded, or ""; does not import the package, which is slow."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
         return "install the extra `mamba` for kernels that are faster and keep less memory"
-    return _find_import_problem(package, library)
+    return _describe_import_problem(package, library)
 
 
-def _find_import_problem(package: str, name: str) -> str:
+def _describe_import_problem(package: str, name: str) -> str:
     try:
         importlib.import_module(name)
     except Exception as error:  # transformers also ignores any error of the package

@@ -27,7 +27,7 @@ from trainer.patches.fused_lora import (
     FusionReport,
     check_operators,
     compute,
-    find_fusion_problem,
+    describe_fusion_problem,
 )
 from trainer.patches.replace import replace
 
@@ -46,8 +46,8 @@ def fuse_many(
     separate: bool,
     tokens: int,
 ) -> FusionReport:
-    """Replace the forward of every adapted layer; see `fused_lora.fuse`. Raises UserError for unsupported layers."""
-    chosen = ops.load(backend)
+    """Replace the forward of every adapted layer; see `fuse_layers`. Raises UserError for unsupported layers."""
+    chosen = ops.load_backend(backend)
     layers = _find_members(model, choice)
     kinds = [_build_key(name, layers.values()) for name in choice.names]
     choice.kinds = {name: kinds.index(kind) for name, kind in zip(choice.names, kinds, strict=True)}
@@ -95,7 +95,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             if name not in module.lora_A:
                 continue
             module._active_adapter = [name]
-            if reason := find_fusion_problem(module):
+            if reason := describe_fusion_problem(module):
                 raise UserError(f"adapters: {path}: {reason}; exclude it with lora.exclude_modules")
             members[name] = FusedLayer(module)
             members[name].apply_when_active(active)

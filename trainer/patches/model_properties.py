@@ -13,7 +13,7 @@ from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.norm_mlp_rope import examine_elementwise
-from trainer.patches.plain_head import find_plain_head_problem, measure_head_factor
+from trainer.patches.plain_head import describe_plain_head_problem, measure_head_factor
 
 CAPPED = "the model caps its logits"
 _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -82,16 +82,16 @@ class _DecoderOutput(tuple[torch.Tensor]):
 
 
 @replaces("the forward of everything below the head on the meta device")
-def find_head_problem(model: Any) -> str | None:
+def describe_head_problem(model: Any) -> str | None:
     """Return why the loss cannot be fused with the output head; "" if it can, None if that is unknown.
 
     The model is on the meta device. All modules below the head return zeros, so only the head and later code run.
     """
     base = find_base_model(model)
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:
-        return find_plain_head_problem(None)
+        return describe_plain_head_problem(None)
     head = base.get_output_embeddings()
-    if reason := find_plain_head_problem(head):
+    if reason := describe_plain_head_problem(head):
         return reason
     below = [part for part in (base.base_model, base.get_decoder()) if part is not None and part is not base]
     if not below:

@@ -214,7 +214,7 @@ def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> 
         vars(probe)["weight"] = factor = draw(width).detach()  # shadows the module's weight
         return rms_norm(x, factor, eps, offset), type(module).forward(probe, x), [x]
 
-    return _compare(run, weight)
+    return _describe_difference(run, weight)
 
 
 def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
@@ -278,7 +278,7 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
             raise ValueError("it does more than project, activate and project back")
         return gated(gate * gate_factor, up) * result_factor, result, [gate, up]
 
-    return _compare(run, next(module.parameters()))
+    return _describe_difference(run, next(module.parameters()))
 
 
 def _build_rotary(original: Forward, like: Tensor) -> Forward | str:
@@ -293,7 +293,7 @@ def _build_rotary(original: Forward, like: Tensor) -> Forward | str:
             ours, theirs = rope(*arguments), original(*arguments)
             return torch.cat(ours, dim=1), torch.cat(theirs, dim=1), [q, k]
 
-        return _compare(run, like)
+        return _describe_difference(run, like)
 
     reason, rotates_part = test(32), not test(16)
 
@@ -309,7 +309,7 @@ def _build_rotary(original: Forward, like: Tensor) -> Forward | str:
 Draw = Callable[..., Tensor]
 
 
-def _compare(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
+def _describe_difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
     """Compare results and gradients in fp32 and in the model's dtype; describe the difference, if any.
 
     `run` gets a function that draws normally distributed numbers, and returns our result, the model's result, and their

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from trainer.config import UserError
 from trainer.config.errors import format_one_line
-from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate
+from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate_samples
 from trainer.data.samples import Sample
 from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.engine.linear_layers import find_base_model
@@ -59,7 +59,7 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 
     def compute_logits(ids: torch.Tensor) -> torch.Tensor:
         sample = Sample(ids.tolist(), [True] * length, [length])
-        batch = collate([sample], pad_token_id, packed=False, flat=False)
+        batch = collate_samples([sample], pad_token_id, packed=False, flat=False)
         return token_loss.compute_logits(model, batch, device)[0][0][: length - 1].float()
 
     with _report_model_errors(f"base_model={base_model}", "use a causal language model", model):
@@ -120,7 +120,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     def compute_logits(chosen: torch.Tensor, *, shared: bool) -> torch.Tensor:
         ids = torch.cat([prompt, chosen, prompt, rejected]).tolist()
         sample = Sample(ids, ([False] * LENGTHS[0] + [True] * LENGTHS[1]) * 2, [length, length])
-        batch = collate([sample], pad_token_id, packed=False, flat=False, pairs=True, shared=shared)
+        batch = collate_samples([sample], pad_token_id, packed=False, flat=False, pairs=True, shared=shared)
         values, targets = token_loss.compute_logits(model, batch, device)
         return values[targets != IGNORED]
 
@@ -152,7 +152,7 @@ def check_sequence_parts(
     length = 6 * part.size
     documents = [length - 2 * part.size + 1, 2 * part.size - 1]
     sample = Sample(_build_distant_tokens(model, length).tolist(), [True] * length, documents)
-    full_batch = collate([sample], pad_token_id, packed=True, flat=True)
+    full_batch = collate_samples([sample], pad_token_id, packed=True, flat=True)
     part_batch = part.cut(full_batch)
     start = int((full_batch.targets[:, : 6 * part.rank] != IGNORED).sum())
 
@@ -233,7 +233,7 @@ class _Probe:
         """Compute the logits at all tokens except the last one of each document."""
         length, packed = len(ids), len(ids) == sum(self._lengths)
         sample = Sample(ids.tolist(), [True] * length, list(self._lengths) if packed else [length])
-        batch = collate([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
+        batch = collate_samples([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
         with _evaluation_mode(self._model):
             logits = self._loss.compute_logits(self._model, batch, self._device)[0][0].float()
         return logits if len(logits) < length else logits[to_device(batch.targets[0] != IGNORED, self._device)]

@@ -90,18 +90,18 @@ class PerDocumentForward:
 
     def _forward_as_row(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
         shape = documents.shape
-        args, kwargs = _select((args, kwargs), shape, None)
-        return _join([self._forward(*args, **kwargs, **documents.bounds)], [(1, shape.numel())], shape)
+        args, kwargs = _select_tokens((args, kwargs), shape, None)
+        return _join_all([self._forward(*args, **kwargs, **documents.bounds)], [(1, shape.numel())], shape)
 
     def _forward_as_batches(self, documents: DocumentLayout, args: Any, kwargs: Any) -> Any:
         results = []
         for index in documents.groups:
-            batch_args, batch_kwargs = _select((args, kwargs), documents.shape, index)
+            batch_args, batch_kwargs = _select_tokens((args, kwargs), documents.shape, index)
             results.append(self._forward(*batch_args, **batch_kwargs))
-        return _join(results, [index.shape for index in documents.groups], documents.shape, documents.positions)
+        return _join_all(results, [index.shape for index in documents.groups], documents.shape, documents.positions)
 
 
-def _select(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
+def _select_tokens(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
     """Select the tokens of `index` [n, l] from tensors [B, L, ...]; without an index, all tokens as [1, B L, ...].
 
     Masks become None, since a single document needs none.
@@ -122,10 +122,10 @@ def is_mask(tensor: Tensor, shape: Sequence[int]) -> bool:
     return tensor.dim() == 4 and tensor.shape[-2:] == (shape[1], shape[1])
 
 
-def _join(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, positions: Tensor | None = None) -> Any:
+def _join_all(parts: Sequence[Any], shapes: Sequence[Any], shape: torch.Size, positions: Tensor | None = None) -> Any:
     """Join per-token results into [B, L, ...]; return other results, such as states, from the first part."""
     if isinstance(parts[0], tuple | list):
-        return tuple(_join(items, shapes, shape, positions) for items in zip(*parts, strict=True))
+        return tuple(_join_all(items, shapes, shape, positions) for items in zip(*parts, strict=True))
     if not all(isinstance(part, Tensor) and part.shape[:2] == size for part, size in zip(parts, shapes, strict=True)):
         return parts[0]
     rows = torch.cat([part.flatten(0, 1) for part in parts])

@@ -28,7 +28,7 @@ def measure_head_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor
     return factors[0] if factors and factors[0] > 0 and len(set(factors)) == 1 else None
 
 
-def find_plain_head_problem(head: Any) -> str:
+def describe_plain_head_problem(head: Any) -> str:
     layer = get_linear_layer(head)
     if type(layer) is not nn.Linear:
         return "the head is not a plain linear layer" if head is not None else "the model computes all logits"

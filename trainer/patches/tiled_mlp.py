@@ -55,14 +55,14 @@ def _list_trained(part: nn.Module) -> list[Trained]:
     return trained
 
 
-def _split(x: Tensor, tile: int) -> Sequence[Tensor]:
+def _split_into_tiles(x: Tensor, tile: int) -> Sequence[Tensor]:
     return x.reshape(1, -1, x.shape[-1]).split(tile, dim=1)
 
 
 def _compute_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
     results: Tensor | None = None
     start = 0
-    for piece in _split(x, tile):
+    for piece in _split_into_tiles(x, tile):
         result = compute(piece)
         if results is None:  # one buffer, as torch.cat would need the memory twice
             results = result.new_empty(1, x.numel() // x.shape[-1], result.shape[-1])
@@ -104,7 +104,7 @@ class _TiledMlp(torch.autograd.Function):
         assert len(trained) == len(ctx.needs_input_grad) - 5, "trained weights differ from those of the forward pass"
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for *_, tensor in trained]
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        pieces = zip(*(_split(tensor, ctx.tile) for tensor in (x, grad, grad_x)), strict=True)
+        pieces = zip(*(_split_into_tiles(tensor, ctx.tile) for tensor in (x, grad, grad_x)), strict=True)
         # Modules read leaf copies of their weights, to keep a tile's gradients out of the graph.
         leaves = [tensor.detach().requires_grad_() for *_, tensor in trained]
         copies = [(module, name, leaf) for (module, name, _), leaf in zip(trained, leaves, strict=True)]

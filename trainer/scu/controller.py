@@ -26,7 +26,7 @@ from trainer.contract.whole_files import write_json
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.scu import law as scu
 from trainer.scu.divergence import Divergence
-from trainer.scu.information import AdapterInformation, data_bpt
+from trainer.scu.information import AdapterInformation, compute_data_bpt
 from trainer.scu.law_settings import adapt_state, build_information, build_law
 
 MIB = 2**20
@@ -114,11 +114,11 @@ class Steering:
         reach = math.fsum(planned_learning_rates)
         squares = self.information.compute_reachable_squares(reach, reach * b_ratio)
         bits_low, bits_high = (self.information.compute_bits(bound) for bound in squares)
-        low = scu.s_ratio(data_bpt_now, bits_low)
+        low = scu.compute_s_ratio(data_bpt_now, bits_low)
         now_global = sum_over_ranks(self._divide_by_ranks(self.information.compute_squares().detach()))
-        now = scu.s_ratio(data_bpt_now, self.information.compute_bits(now_global.item()))
+        now = scu.compute_s_ratio(data_bpt_now, self.information.compute_bits(now_global.item()))
         target = self.law.target
-        high = scu.s_ratio(MEMORIZED_BPT, bits_high)
+        high = scu.compute_s_ratio(MEMORIZED_BPT, bits_high)
         warnings = [warning] if (warning := scu.build_gain_warning(self.law)) else []
         if not low <= target <= high:
             problem = (
@@ -203,7 +203,7 @@ class Steering:
                 f"scu: step {pending.step} has a loss sum of {loss_sum} nats over {tokens:g} target tokens, and "
                 f"{measured} for the {measure}; check the loss of that step, or lower training.learning_rate"
             )
-        lambda_, data = self.lambda_, data_bpt(loss_sum, tokens)
+        lambda_, data = self.lambda_, compute_data_bpt(loss_sum, tokens)
         if self.divergence is not None:
             bits = self.divergence.compute_bits(pending.step, measured)
             self.state = scu.advance(self.law, self.state, bits)
@@ -211,7 +211,7 @@ class Steering:
         else:
             assert self.information is not None
             bits = self.information.compute_bits(measured)
-            self.state = scu.advance(self.law, self.state, scu.s_ratio(data, bits))
+            self.state = scu.advance(self.law, self.state, scu.compute_s_ratio(data, bits))
             measures = {"param_bpt": bits, "s_ratio": self.state.measured, "s_smoothed": self.state.smoothed}
         ce_loss, reg_loss = loss_sum / tokens, lambda_ * math.log(2.0) * bits
         self.records.append(
@@ -252,7 +252,7 @@ class Steering:
 
     def load_state_dict(self, values: dict[str, Any], *, step: int, run_dir: Path | None = None) -> list[str]:
         """Resume after optimizer step `step`, with the records in `run_dir`; return notes on changed settings."""
-        self.state, notes = adapt_state(self.law, scu.State(**values["controller"]))
+        self.state, notes = adapt_state(self.law, scu.ControllerState(**values["controller"]))
         pending = values["pending"]
         self._pending = pending and _PendingMeasurement(
             pending["step"], torch.tensor(pending["sums"], dtype=torch.float64), None, pending["memory_mb"]
@@ -271,7 +271,7 @@ class Steering:
         if self.fitted is not None:
             config["fitted"] = self.fitted
         if self.law.form == "published":
-            config["gain_bound"] = scu.gain_bound(self.law.target)
+            config["gain_bound"] = scu.compute_gain_bound(self.law.target)
         on_gpu = torch.cuda.is_available()
         measured = "s_ratio" if self.divergence is None else "kl_bits"
         history = {

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.batches import MicroBatch, collate
+from trainer.data.batches import MicroBatch, collate_samples
 from trainer.data.samples import Sample
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
@@ -40,7 +40,7 @@ class Reference:
 
     def build_batch(self, documents: Sequence[int]) -> MicroBatch:
         chosen = [self.documents[index] for index in documents]
-        return collate(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
+        return collate_samples(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
 
     def count_tokens(self, step: int) -> int:
         """Return the number of positions at which a step compares the adapted and the base model, over all ranks."""

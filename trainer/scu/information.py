@@ -79,7 +79,7 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
     return pairs
 
 
-def data_bpt(loss_sum_global: float, target_tokens_global: float) -> float:
+def compute_data_bpt(loss_sum_global: float, target_tokens_global: float) -> float:
     """Return DataBPT in bits per token from sums (nats, tokens) over all ranks and micro-steps."""
     return loss_sum_global / target_tokens_global / math.log(2.0)
 

@@ -77,7 +77,7 @@ class Law:
 
 
 @dataclass(frozen=True)
-class State:
+class ControllerState:
     lambda_: float
     integral: float = 0.0
     measured: float | None = None
@@ -89,14 +89,14 @@ class State:
     """False until M first reaches the target, for laws that wait for it."""
 
 
-def build_initial_state(law: Law) -> State:
+def build_initial_state(law: Law) -> ControllerState:
     """Return the state before the first measurement; the controller `none` keeps lambda at 0."""
     waits = law.controller == "pi" and law.form != "published"
     is_off = law.controller == "none" or (waits and law.form == "kl")
-    return State(lambda_=0.0 if is_off else law.lambda_start, started=not waits)
+    return ControllerState(lambda_=0.0 if is_off else law.lambda_start, started=not waits)
 
 
-def advance(law: Law, state: State, measured: float) -> State:
+def advance(law: Law, state: ControllerState, measured: float) -> ControllerState:
     """Return the state after a measurement of S (dimensionless, in [0, 1]) or of K (bits per token).
 
     Raises ValueError for any other number, since continuing would hide a broken run.
@@ -116,7 +116,7 @@ def advance(law: Law, state: State, measured: float) -> State:
     return replace(state, lambda_=_compute_scheduled_lambda(law, state.updates))
 
 
-def _advance_pi(law: Law, state: State, measured: float) -> State:
+def _advance_pi(law: Law, state: ControllerState, measured: float) -> ControllerState:
     if not state.started:
         error = _compute_level(law, measured) - _compute_level(law, law.target)
         begins = measured >= law.target or state.updates >= law.patience
@@ -138,7 +138,7 @@ def _compute_p(law: Law, error: float) -> float:
     return law.kp * (BELOW_TARGET_FACTORS[law.form][0] if error < 0.0 else 1.0) * error
 
 
-def _advance_published(law: Law, state: State, error: float) -> State:
+def _advance_published(law: Law, state: ControllerState, error: float) -> ControllerState:
     integral = law.leak * state.integral
     if abs(error) <= law.deadband:
         return replace(state, integral=integral)
@@ -185,7 +185,7 @@ def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def s_ratio(data_bpt: float, param_bpt: float) -> float:
+def compute_s_ratio(data_bpt: float, param_bpt: float) -> float:
     """Return S = ParamBPT / (DataBPT + ParamBPT), both in bits per token; 0 if both are 0."""
     total = data_bpt + param_bpt
     return param_bpt / total if total != 0.0 else 0.0
@@ -199,7 +199,7 @@ def compute_steepest_slope(target: float) -> float:
     return 2.0 * target * (1.0 - target)
 
 
-def gain_bound(target: float) -> float:
+def compute_gain_bound(target: float) -> float:
     """Return the upper bound of Kp + Ki: 2 / |dS / d ln lambda| = 1 / (S (1 - S)) at the steepest slope.
 
     It ensures stability for a plant without lag and without smoothing; `is_stable` includes the smoothing.
@@ -257,7 +257,7 @@ def build_gain_warning(law: Law) -> str | None:
     """
     if law.controller != "pi" or law.form != "published" or (law.kp, law.ki) == GRANITE_GAINS:
         return None
-    bound = gain_bound(law.target)
+    bound = compute_gain_bound(law.target)
     if law.kp + law.ki > bound:
         problem = f"kp + ki = {law.kp + law.ki:g} exceeds {bound:.4g} = 1/(S (1 - S))"
     elif not is_stable(law, compute_steepest_slope(law.target)):

@@ -26,7 +26,7 @@ def build_information(section: ScuSection, model: nn.Module, tokens: int | None)
     )
 
 
-def adapt_state(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
+def adapt_state(law: scu.Law, state: scu.ControllerState) -> tuple[scu.ControllerState, list[str]]:
     """Adapt a checkpoint's state to a law with changed bounds or controller. Return it with notes."""
     if law.controller not in ("pi", "fixed"):
         return state, []

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from trainer.config import RunConfig
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
 from trainer.model.saved_adapter import scale_adapter, scale_adapter_temporarily
@@ -26,7 +26,7 @@ MIN_TEXTS, MAX_GROUPS, NEIGHBORS = 64, 8, 8
 
 
 def start_steering(
-    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, loss: object, *, flat: bool,
+    config: RunConfig, prepared: PreparedRun, ranks: Ranks, engine: Engine, loss: object, *, flat: bool,
     total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
 ) -> tuple[Steering, list[str]]:  # fmt: skip
     """Build the controller after optimizer step `step` of `total_steps`; return it with warnings. A collective call.
@@ -60,7 +60,7 @@ def check_start(
 
 
 def build_divergence(
-    config: RunConfig, prepared: Prepared, ranks: Ranks, engine: Engine, token_loss: TokenLoss, flat: bool,
+    config: RunConfig, prepared: PreparedRun, ranks: Ranks, engine: Engine, token_loss: TokenLoss, flat: bool,
     total_steps: int, say: Callable[[str], None],
 ) -> Divergence:  # fmt: skip
     """Build the measurement of K on the documents of scu.reference; a collective call."""

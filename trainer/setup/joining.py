@@ -10,7 +10,7 @@ from trainer.config import RunConfig, TrainingSection, compute_collective_timeou
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.known_versions import replaces
-from trainer.data.prepared import Prepared, count_samples
+from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import count_steps, describe_steps, list_step_warnings
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.monitor.console import Output
@@ -25,7 +25,7 @@ from trainer.tasks.task import Task
 
 @phase("join")
 def join_run(
-    config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Output
+    config: RunConfig, notes: Sequence[str], prepared: PreparedRun, ranks: Ranks, lock: FolderLock | None, say: Output
 ) -> tuple[str, MemoryPlan, Task, int]:
     """Form the process group, plan memory and steps, and print the decisions.
 
@@ -56,7 +56,7 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
 
 
 def define_task(
-    config: RunConfig, resolved: RunConfig, prepared: Prepared, ranks: Ranks, precision: str, say: Output
+    config: RunConfig, resolved: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, say: Output
 ) -> tuple[Task, int]:
     """Return the task and its number of steps, and print them. `resolved` is the configuration without `auto`."""
     task = find_model_kind(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)

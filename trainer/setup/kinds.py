@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer.checkpoint.finished_run import FinishedRun
 from trainer.config import RunConfig, UserError
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.memory.decisions import Machine
 from trainer.memory.image_models import ImagePlanner
 from trainer.memory.planner import Planner
@@ -35,7 +35,7 @@ class LanguageKind:
         return is_random(config.base_model) or has_local_weights(config.base_model, config.model)
 
     @staticmethod
-    def describe(config: RunConfig, prepared: Prepared) -> tuple[Any, list[str]]:
+    def describe(config: RunConfig, prepared: PreparedRun) -> tuple[Any, list[str]]:
         """Return the model without weights, and lines for `zerolora validate`."""
         model = build_empty_model(prepared.model_config, config.model)
         layers = prepared.model_config.get_text_config().num_hidden_layers
@@ -68,11 +68,11 @@ class ImageKind:
     @staticmethod
     def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
         pipeline, side = read_pipeline(config.base_model, config.model), config.image.resolution
-        planner = ImagePlanner.from_run(machine, config, Prepared(None, pipeline, None))
+        planner = ImagePlanner.from_run(machine, config, PreparedRun(None, pipeline, None))
         return planner, [f"every image counts as {side} x {side}"]
 
     @staticmethod
-    def describe(config: RunConfig, prepared: Prepared) -> tuple[Any, list[str]]:
+    def describe(config: RunConfig, prepared: PreparedRun) -> tuple[Any, list[str]]:
         model = ImageModel(prepared.model_config)
         name = f"{type(model.denoiser).__name__} of {model.family.pipeline}"
         return model, [f"model: {config.base_model}: {name}, {model.denoiser.num_parameters():,} parameters"]

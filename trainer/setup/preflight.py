@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.adapter_files import describe_untrainable_tensor, find_adapter_damage
+from trainer.checkpoint.adapter_files import describe_adapter_damage, describe_untrainable_tensor
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
 from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, prefix_errors
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import SETTINGS_FILE
 from trainer.config.needs import read_switch_value
-from trainer.data.prepared import Prepared, count_samples, has_images
+from trainer.data.prepared import PreparedRun, count_samples, has_images
 from trainer.data.sources import disable_retries_without_network
 from trainer.data.step_count import list_step_warnings, resolve_global_batch
 from trainer.model.base import build_empty_model
@@ -37,8 +37,8 @@ def prepare(
     report: Callable[[str], None] = lambda phase: None,
     *,
     to_train: bool = True,
-    model_files: Prepared | None = None,
-) -> Prepared:
+    model_files: PreparedRun | None = None,
+) -> PreparedRun:
     """Check the run without weights, and tokenize the data. `report` is called with the name of each phase.
 
     With `to_train=False`, the output folder may already contain a run. `model_files` is the result of the kind's
@@ -56,7 +56,7 @@ def prepare(
     return prepared
 
 
-def _join_prepared(config: RunConfig, adapters: Sequence[Prepared]) -> Prepared:
+def _join_prepared(config: RunConfig, adapters: Sequence[PreparedRun]) -> PreparedRun:
     """Attach the data of all adapters to the first adapter's. Raises UserError for image models or adapted experts."""
     if any(map(has_images, adapters)):
         raise UserError("adapters: image models support only one adapter per run; remove adapters")
@@ -110,7 +110,7 @@ def prepare_to_resume(
     report: Callable[[str], None] = lambda phase: None,
     *,
     to_train: bool = True,
-) -> tuple[Prepared, Resumption]:
+) -> tuple[PreparedRun, Resumption]:
     """Prepare a run and plan how it resumes. Verify the whole checkpoint, if there is one."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
@@ -143,7 +143,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
         if not (Path(path) / SETTINGS_FILE).exists():
             problem = "is a file" if Path(path).is_file() else f"has no {SETTINGS_FILE}"
             raise UserError(f"lora.adapter_path={path}: {problem}; use the folder of a PEFT adapter")
-        if damage := find_adapter_damage(Path(path)) or describe_untrainable_tensor(Path(path)):
+        if damage := describe_adapter_damage(Path(path)) or describe_untrainable_tensor(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {damage}")
     elif path:
         _check_adapter_on_hub(path)

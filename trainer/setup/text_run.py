@@ -12,7 +12,7 @@ from trainer.config.needs import find_other_task_settings
 from trainer.data.cache import PreparedData, prepare_data, prepare_reference
 from trainer.data.conversations import load_chat_template
 from trainer.data.grouping import DataStats
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.data.prompt_files import sample_prompts
 from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
@@ -52,7 +52,7 @@ def find_task(config: RunConfig) -> type[LanguageTask]:
     return TASKS.get(config.task, LanguageTask)
 
 
-def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Prepared | None) -> Prepared:
+def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: PreparedRun | None) -> PreparedRun:
     """Check the model and the settings, and tokenize the data."""
     if files is None:
         report(f"checking the model {config.base_model}")
@@ -94,7 +94,7 @@ def check_no_image_settings(config: RunConfig) -> None:
         )
 
 
-def tokenize(config: RunConfig, files: Prepared, **checks: Callable[[DataStats], object]) -> PreparedData:
+def tokenize(config: RunConfig, files: PreparedRun, **checks: Callable[[DataStats], object]) -> PreparedData:
     """Tokenize the data with the model's tokenizer and image processor, or read it from the cache."""
     return prepare_data(
         config.dataset,
@@ -126,7 +126,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
             raise UserError(f"{name}={value}: does not work with images, which the data has; use {possible[0]}")
 
 
-def read_model_files(config: RunConfig) -> Prepared:
+def read_model_files(config: RunConfig) -> PreparedRun:
     """Read the model's configuration and tokenizer, and check its weights and layers."""
     model_config = load_model_config(config.base_model, config.model)
     is_full = config.adapter == "none"
@@ -161,7 +161,7 @@ def read_model_files(config: RunConfig) -> Prepared:
     if initial and initial.get("init_lora_weights", True) is True and len(tokenizer) <= rows:
         load_initial_adapter(build_empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
-    return Prepared(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
+    return PreparedRun(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
@@ -191,7 +191,7 @@ def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, l
     """Build a planner for a run that has not been prepared. Return it with notes on its assumptions."""
     model_config, note = read_model_config(config)
     config = config.fit_max_length(get_context_length(model_config))
-    prepared, reason = Prepared(None, model_config, None), ""
+    prepared, reason = PreparedRun(None, model_config, None), ""
     try:
         prepared = read_data(config)
         prepared = replace(prepared, reference=load_reference(config, prepared.tokenizer))
@@ -207,12 +207,12 @@ def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, l
     return planner, [line for line in (note, f"{label} {planner.lengths.longest:,} tokens{reason}", scan) if line]
 
 
-def read_data(config: RunConfig) -> Prepared:
+def read_data(config: RunConfig) -> PreparedRun:
     """Read the tokenizer and the data of a run, without checking its model."""
     tokenizer, model_config = _read_tokenizer(config), load_model_config(config.base_model, config.model)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     longest = get_context_length(model_config)
-    files = Prepared(tokenizer, model_config, None, longest=longest, images=images)
+    files = PreparedRun(tokenizer, model_config, None, longest=longest, images=images)
     return replace(files, data=tokenize(config.fit_max_length(longest), files))
 
 

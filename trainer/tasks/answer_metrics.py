@@ -38,7 +38,7 @@ class AnswerMetrics:
         self._metrics = {name: build_metric(name, settings) for name in settings.metrics}
         self._questions = list(islice(_find_questions(samples, tokenizer), settings.samples))
         for name, metric in self._metrics.items():
-            if all(_apply(name, metric, question, question.expected) is None for question in self._questions):
+            if all(_apply_metric(name, metric, question, question.expected) is None for question in self._questions):
                 raise UserError(f"evaluation.metrics={name}: applies to no held-out record; remove the metric")
 
     def measure(self, engine: Engine, batch_size: int, ranks: Ranks) -> dict[str, float]:
@@ -57,7 +57,7 @@ class AnswerMetrics:
     def _average(self, answers: list[str]) -> dict[str, float]:
         means = {}
         for name, metric in self._metrics.items():
-            values = [_apply(name, metric, *pair) for pair in zip(self._questions, answers, strict=True)]
+            values = [_apply_metric(name, metric, *pair) for pair in zip(self._questions, answers, strict=True)]
             applicable = [value for value in values if value is not None]
             means[name.rpartition(":")[2]] = math.fsum(applicable) / max(len(applicable), 1)
         return means
@@ -76,7 +76,7 @@ def _find_questions(samples: Iterable[Sample], tokenizer: Any) -> Iterator[Quest
             yield Question(document.input_ids[:start], prompt, expected)
 
 
-def _apply(name: str, metric: Metric, question: Question, answer: str) -> float | None:
+def _apply_metric(name: str, metric: Metric, question: Question, answer: str) -> float | None:
     try:
         value = metric(question.prompt, answer, question.expected)
         return None if value is None else float(value)

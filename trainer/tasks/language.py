@@ -17,7 +17,7 @@ from trainer.config import RunConfig, UserError
 from trainer.data.batches import Batches, MicroBatch, StreamBatches, iterate_evaluation_batches
 from trainer.data.grouping import DataStats
 from trainer.data.image_parts import thumbnail
-from trainer.data.prepared import Prepared, has_images
+from trainer.data.prepared import PreparedRun, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.vision import ImageInputs
@@ -64,7 +64,7 @@ class LanguageTask(Task):
     predicts_time = True
 
     def __init__(
-        self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
+        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, say: Say
     ) -> None:
         """`config` must have every `auto` resolved."""
         self._config, self._prepared, self._ranks = config, prepared, ranks

@@ -52,7 +52,7 @@ MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""
 
 
-class Sums:
+class PairSums:
     def __init__(self) -> None:
         self._sums: dict[bool, torch.Tensor] = {}
 
@@ -90,7 +90,7 @@ class PreferenceLoss(TokenLoss):
         self._settings = settings
         needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
         self.has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
-        self._sums, self._tokens = Sums(), Sums()
+        self._sums, self._tokens = PairSums(), PairSums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         assert isinstance(batch, PairBatch)

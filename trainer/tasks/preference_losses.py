@@ -44,25 +44,25 @@ def compute_pair_losses(scores: PairScores, settings: PreferenceSection) -> Tens
     return torch.stack(losses).sum(0)
 
 
-def _smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:
+def _compute_smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:
     return -(1.0 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
 
-def _robust_loss(logits: Tensor, noise: float) -> Tensor:
+def _compute_robust_loss(logits: Tensor, noise: float) -> Tensor:
     return (noise * F.logsigmoid(-logits) - (1.0 - noise) * F.logsigmoid(logits)) / (1.0 - 2.0 * noise)
 
 
-def _exo_pair_loss(logits: Tensor, noise: float) -> Tensor:
+def _compute_exo_pair_loss(logits: Tensor, noise: float) -> Tensor:
     better = logits.sigmoid() * (F.logsigmoid(logits) - math.log1p(-noise))
     return better + (-logits).sigmoid() * (F.logsigmoid(-logits) - math.log(noise))
 
 
-def _discopop_loss(logits: Tensor, tau: float) -> Tensor:
+def _compute_discopop_loss(logits: Tensor, tau: float) -> Tensor:
     weight = (logits / tau).sigmoid()
     return -F.logsigmoid(logits) * (1.0 - weight) + torch.exp(-logits) * weight
 
 
-def _orpo_loss(scores: PairScores, beta: float) -> Tensor:
+def _compute_orpo_loss(scores: PairScores, beta: float) -> Tensor:
     chosen, rejected = scores.means
     odds = (chosen - rejected) - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
     return -chosen - beta * F.logsigmoid(odds)
@@ -70,15 +70,15 @@ def _orpo_loss(scores: PairScores, beta: float) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, PairScores, PreferenceSection], Tensor]] = {
     # Rafailov et al. 2023, with the smoothing of cDPO (Mitchell 2023)
-    "dpo": lambda c, r, scores, p: _smoothed_loss(c - r, p.label_smoothing),
+    "dpo": lambda c, r, scores, p: _compute_smoothed_loss(c - r, p.label_smoothing),
     # Zhao et al. 2023 (SLiC)
     "hinge": lambda c, r, scores, p: torch.relu(1.0 - (c - r)),
     # Azar et al. 2023, with h per token
     "ipo": lambda c, r, scores, p: (((c / scores.chosen_tokens - r / scores.rejected_tokens) - 0.5) / p.beta).square(),
     # Chowdhury et al. 2024
-    "robust": lambda c, r, scores, p: _robust_loss(c - r, p.label_smoothing),
+    "robust": lambda c, r, scores, p: _compute_robust_loss(c - r, p.label_smoothing),
     # Ji et al. 2024
-    "exo_pair": lambda c, r, scores, p: _exo_pair_loss(c - r, p.label_smoothing),
+    "exo_pair": lambda c, r, scores, p: _compute_exo_pair_loss(c - r, p.label_smoothing),
     # Chen et al. 2024
     "nca_pair": lambda c, r, scores, p: -F.logsigmoid(c) - 0.5 * (F.logsigmoid(-c) + F.logsigmoid(-r)),
     # Jung et al. 2024, without the shift of rewards
@@ -90,17 +90,17 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, PairScores, PreferenceSection], Tens
     # D'Oosterlinck et al. 2024, for answers that are worse than the model's
     "apo_down": lambda c, r, scores, p: c.sigmoid() + (r - c).sigmoid(),
     # Lu et al. 2024
-    "discopop": lambda c, r, scores, p: _discopop_loss(c - r, p.discopop_tau),
+    "discopop": lambda c, r, scores, p: _compute_discopop_loss(c - r, p.discopop_tau),
     # Xu et al. 2024: DPO's loss without a reference, and the loss of the chosen answer
     "cpo": lambda c, r, scores, p: (
-        _smoothed_loss(p.beta * (scores.chosen - scores.rejected), p.label_smoothing) - scores.means[0]
+        _compute_smoothed_loss(p.beta * (scores.chosen - scores.rejected), p.label_smoothing) - scores.means[0]
     ),
     # Meng et al. 2024
-    "simpo": lambda c, r, scores, p: _smoothed_loss(
+    "simpo": lambda c, r, scores, p: _compute_smoothed_loss(
         p.beta * (scores.means[0] - scores.means[1]) - p.gamma, p.label_smoothing
     ),
     # Hong et al. 2024: the loss of the chosen answer, and beta times the odds-ratio loss
-    "orpo": lambda c, r, scores, p: _orpo_loss(scores, p.beta),
+    "orpo": lambda c, r, scores, p: _compute_orpo_loss(scores, p.beta),
     # Pang et al. 2024 (RPO's second term): -log p(c) / n(c)
     "sft": lambda c, r, scores, p: -scores.means[0],
 }

@@ -15,7 +15,7 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.plain_head import replace_head
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference import PAIR_METRICS, PAIRS, Sums, check_answers
+from trainer.tasks.preference import PAIR_METRICS, PAIRS, PairSums, check_answers
 
 REWARDS = PAIR_METRICS[:4]
 
@@ -29,7 +29,7 @@ class RewardLoss(TokenLoss):
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         super().__init__(module, **options)
         self._center = settings.center
-        self._sums = Sums()
+        self._sums = PairSums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         assert isinstance(batch, PairBatch)

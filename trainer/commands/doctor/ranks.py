@@ -21,7 +21,7 @@ from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
 from trainer.contract.json_records import MARK, Check
 from trainer.contract.rendezvous import get_host_name
-from trainer.parallel.ranks.agreement import Report, build_report, find_differences
+from trainer.parallel.ranks.agreement import RankReport, build_report, find_differences
 from trainer.parallel.ranks.group import (
     Ranks,
     exit_process,
@@ -156,7 +156,7 @@ def _is_listed(file: Path) -> bool:
         return False
 
 
-def check_versions(reports: Sequence[Report]) -> Iterator[Check]:
+def check_versions(reports: Sequence[RankReport]) -> Iterator[Check]:
     problems = find_differences(reports)
     for problem, fix in problems:
         yield Check("versions", "FAIL", problem, fix)

@@ -185,7 +185,7 @@ class _StoredNames:
             return self._find_expert(expert[1], int(expert[2]), expert[3])
         weight, stored = self._find_stored(f"{path}.weight")
         if [self._shapes.get(name) for name in stored] != [weight.shape]:
-            raise _unknown_to_servers(f"{path}: this checkpoint stores it as {', '.join(stored)}")
+            raise _build_error(f"{path}: this checkpoint stores it as {', '.join(stored)}")
         return next(iter(stored)).removesuffix(".weight")
 
     def _find_expert(self, holder: str, index: int, part: str) -> str:
@@ -197,7 +197,7 @@ class _StoredNames:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
                     is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))
                     if ".experts." not in stored or not is_known:
-                        raise _unknown_to_servers(f"{stored}: this checkpoint stores experts under this name")
+                        raise _build_error(f"{stored}: this checkpoint stores experts under this name")
                     for candidate in PARTS[name] if match else ():
                         assert match is not None
                         if match[2] in STORED_AS[candidate][: 2 if name == GATE_UP else None]:
@@ -217,9 +217,9 @@ class _StoredNames:
         try:
             return weight, self._revert(self._model, {parameter: empty})
         except ValueError as error:  # of a conversion that needs other parameters as well
-            raise _unknown_to_servers(f"{parameter}: this checkpoint stores it together with others") from error
+            raise _build_error(f"{parameter}: this checkpoint stores it together with others") from error
 
 
-def _unknown_to_servers(problem: str) -> UserError:
+def _build_error(problem: str) -> UserError:
     fix = "export the merged model with --format hf"
     return UserError(f"{problem}, but no server is known to apply adapters to it; {fix}")

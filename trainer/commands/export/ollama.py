@@ -66,8 +66,8 @@ def derive_chat_parts(tokenizer: Any, variables: Mapping[str, Any] | None = None
         return None
     for roles in (("system", "user", "assistant"), ("user", "assistant")):
         try:
-            parts = _derive_parts(partial(_render, tokenizer, variables or {}), roles)
-            prompt = partial(_render, tokenizer, {**(variables or {}), "add_generation_prompt": True})
+            parts = _derive_parts(partial(_render_chat, tokenizer, variables or {}), roles)
+            prompt = partial(_render_chat, tokenizer, {**(variables or {}), "add_generation_prompt": True})
             matches = parts is not None and all(parts.render(chat) == prompt(chat) for chat in _build_test_chats(roles))
             return parts if parts is not None and matches and parts.is_safe() else None
         except (TemplateError, ValueError):
@@ -98,7 +98,7 @@ def _build_test_chats(roles: Sequence[str]) -> list[Messages]:
     return [first, more, *([system + first, system + more] if "system" in roles else [])]
 
 
-def _render(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
+def _render_chat(tokenizer: Any, variables: Mapping[str, Any], chat: Messages) -> str:
     """Render a chat, without the leading BOS token if llama.cpp adds it."""
     text = str(tokenizer.apply_chat_template(chat, tokenize=False, **variables))
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]

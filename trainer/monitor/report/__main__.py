@@ -18,13 +18,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"output file for several runs (default: {PAGE})")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     arguments = parser.parse_args(argv)
-    page = _write(arguments.runs, arguments.output)
+    page = _write_page(arguments.runs, arguments.output)
     print(page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         print("no browser found; open the page yourself", file=sys.stderr)
 
 
-def _write(runs: list[Path], output: Path | None) -> Path:
+def _write_page(runs: list[Path], output: Path | None) -> Path:
     if len(runs) > 1:
         return write_comparison_page(runs, output or Path(PAGE))
     if output is not None:

@@ -45,24 +45,24 @@ WARNING, LOG_HEADER = "warning: ", re.compile(r"== (\d{4}-\d\d-\d\d \d\d:\d\d:\d
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """Return the settings of training_config.json, or an empty dict if the file does not exist."""
-    config: RunConfig | None = _read(run_dir / "training_config.json", RunConfig)
+    config: RunConfig | None = _read_if_exists(run_dir / "training_config.json", RunConfig)
     return config.model_dump(mode="json") if config else {}
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
     """Return the content of run.json, or an empty dict if the file does not exist."""
-    record: RunRecord | None = _read(run_dir / "run.json", RunRecord)
+    record: RunRecord | None = _read_if_exists(run_dir / "run.json", RunRecord)
     return record.model_dump() if record else {}
 
 
 def read_answers(path: Path) -> dict[str, dict[str, str]]:
     """Return {prompt: {before or after: answer}}, or an empty dict if the file does not exist."""
-    return _read(path, dict[str, dict[str, str]]) or {}
+    return _read_if_exists(path, dict[str, dict[str, str]]) or {}
 
 
 def read_times(run_dir: Path) -> dict[str, float]:
     """Return the seconds that rank 0 spent in each phase, or an empty dict if the file does not exist."""
-    return _read(run_dir / TIMES, dict[str, Seconds]) or {}
+    return _read_if_exists(run_dir / TIMES, dict[str, Seconds]) or {}
 
 
 def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) -> None:
@@ -78,7 +78,7 @@ def record_examples(run_dir: Path, examples: Sequence[Example]) -> None:
 
 
 def read_examples(run_dir: Path) -> list[Example]:
-    return _read(run_dir / EXAMPLES, list[Example]) or []
+    return _read_if_exists(run_dir / EXAMPLES, list[Example]) or []
 
 
 def read_warnings(run_dir: Path, records: list[Record]) -> list[str]:
@@ -100,7 +100,7 @@ def _shorten(text: str) -> str:
     return text if is_short else f"{text[:HEAD]} … {text[-TAIL:]}"
 
 
-def _read(path: Path, shape: Any) -> Any:
+def _read_if_exists(path: Path, shape: Any) -> Any:
     try:
         return read_json(path, shape)
     except FileNotFoundError:

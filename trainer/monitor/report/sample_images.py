@@ -56,11 +56,11 @@ def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]
             if len(files) > limit
             else files
         )
-        embedded.append((prompt, [(_parse_when(file), address) for file in chosen if (address := _embed(file))]))
+        embedded.append((prompt, [(_parse_when(file), address) for file in chosen if (address := _encode(file))]))
     return [(prompt, row) for prompt, row in embedded if row]
 
 
-def _embed(file: Path) -> str | None:
+def _encode(file: Path) -> str | None:
     from PIL import Image  # only rank 0 needs it
 
     out = io.BytesIO()

@@ -42,7 +42,7 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
     """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
     if len(folders) > MAX_RUNS:
         raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer runs")
-    runs = [_read(folder, name) for folder, name in zip(folders, _name_runs(folders), strict=True)]
+    runs = [_read_run(folder, name) for folder, name in zip(folders, _name_runs(folders), strict=True)]
     check_output_file(page, str(page))
     if page.is_file() and page.stat().st_size and b"<html" not in page.read_bytes()[:1000]:
         raise UserError(f"--output {page}: already exists with other content; use another file, or remove this one")
@@ -73,7 +73,7 @@ def _compute_final_loss(losses: list[float]) -> float:
     return sum(last) / len(last)
 
 
-def _read(folder: Path, name: str) -> RunData:
+def _read_run(folder: Path, name: str) -> RunData:
     records = read_metrics(folder)
     if not records:
         raise UserError(f"{folder}: metrics.jsonl is empty, because no step has finished yet; wait for the first step")

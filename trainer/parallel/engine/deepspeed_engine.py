@@ -98,7 +98,7 @@ def build_deepspeed_config(
         # No hysteresis, which stage 0 does not support, so the scale falls at the first overflow, not at the second.
         dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
         config["fp16"] = {"enabled": True, **dynamic}
-    return _merge(config, zero.extra)
+    return _merge_sections(config, zero.extra)
 
 
 def can_guard_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
@@ -205,9 +205,9 @@ def _time_fetches(engine: Engine, waiting: Waiting) -> None:
     coordinator.fetch_sub_module = timed
 
 
-def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def _merge_sections(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in extra.items():
         are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if are_sections else value
+        merged[key] = _merge_sections(merged[key], value) if are_sections else value
     return merged

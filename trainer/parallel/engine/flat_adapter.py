@@ -287,7 +287,7 @@ def list_trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(new, parameter) for name, parameter in trained if (new := choice.get_file_name(name)) is not None]
 
 
-def find_flat_problem(config: Any) -> str | None:
+def describe_flat_problem(config: Any) -> str | None:
     if config.adapter == "none":
         return "no adapter"
     if not config.ops.flat:

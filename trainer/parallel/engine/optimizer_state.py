@@ -1,10 +1,11 @@
 """Save and restore the fp32 optimizer state of a DeepSpeed engine, for any stage and number of ranks.
 
 DeepSpeed keeps master weights and moments in flat partitions, which depend on stage and rank count. A `Shard` is the
-position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions (`Pieces`),
-without communication; the reader reassembles the tensors by name, for any partitioning. Based on DeepSpeed 0.19.8:
-stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
-docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
+position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions
+(`StatePieces`), without communication; the reader reassembles the tensors by name, for any partitioning. Based on
+DeepSpeed 0.19.8: stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py
+(`fp32_groups`). docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and
+`safe_set_full_*` are not used.
 """
 
 import json
@@ -41,7 +42,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class StatePieces:
     """Holds one rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
 
     A moment of another size than its master weights belongs to one unsharded tensor.
@@ -57,11 +58,11 @@ class Pieces:
         return {"pieces": json.dumps({"shards": self.shards, "shapes": self.shapes})}
 
     @classmethod
-    def read(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> "Pieces":
+    def read(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> "StatePieces":
         return cls(tensors, **json.loads(metadata["pieces"]))
 
 
-def assemble_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
+def assemble_state(parts: Iterable[StatePieces]) -> dict[str, torch.Tensor]:
     """Return the full state of all trained tensors as {"master/NAME", "exp_avg/NAME", ...}, fp32, on the CPU."""
     state: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -92,7 +93,7 @@ class EngineState:
         ids = {id(holder) for holder in self._holders}
         self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.holder) in ids]
 
-    def collect_pieces(self) -> Pieces | None:
+    def collect_pieces(self) -> StatePieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
 
         At stage 0, where all ranks hold the same state, only rank 0 returns it.
@@ -107,7 +108,7 @@ class EngineState:
         shards = self._list_positions()
         names = {name for name, *_ in shards}
         shapes = {name: list(get_full_shape(parameter)) for name, parameter in self._trained if name in names}
-        return Pieces(tensors, shards, shapes)
+        return StatePieces(tensors, shards, shapes)
 
     def _list_positions(self) -> list[list[Any]]:
         numbers = {id(holder): number for number, holder in enumerate(self._holders)}

@@ -38,7 +38,7 @@ FIXES = {
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     rank: int
     host: str
     device: str
@@ -81,7 +81,7 @@ def check_ranks_agree(ranks: Ranks, settings: str, run_dir: Path, timeout_minute
         return _compare_reports(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
 
 
-def _compare_reports(ranks: Ranks, report: Report, run_dir: Path, patience: timedelta, token: str) -> World:
+def _compare_reports(ranks: Ranks, report: RankReport, run_dir: Path, patience: timedelta, token: str) -> World:
     try:
         store, _, _ = next(rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:
@@ -126,7 +126,7 @@ def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[
     return decision
 
 
-def build_report(ranks: Ranks, settings: str) -> Report:
+def build_report(ranks: Ranks, settings: str) -> RankReport:
     device, device_id = "cpu", ""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(ranks.device())
@@ -135,7 +135,7 @@ def build_report(ranks: Ranks, settings: str) -> Report:
     values["cuda"] = str(torch.version.cuda)
     values["code"] = compute_code_version()
     values["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    return Report(ranks.rank, get_host_name(), device, device_id, values)
+    return RankReport(ranks.rank, get_host_name(), device, device_id, values)
 
 
 @cache
@@ -148,7 +148,7 @@ def compute_code_version() -> str:
     return f"{get_installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
 
 
-def find_differences(reports: Sequence[Report]) -> list[tuple[str, str]]:
+def find_differences(reports: Sequence[RankReport]) -> list[tuple[str, str]]:
     """Return (problem, fix) for each difference between ranks; the problem names the hosts."""
     found = []
     names = dict.fromkeys(name for report in reports for name in report.values)
@@ -168,7 +168,7 @@ def find_differences(reports: Sequence[Report]) -> list[tuple[str, str]]:
     return found + _find_shared_devices(reports)
 
 
-def check_shared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
+def check_shared_folder(reports: Sequence[RankReport], output_dir: str) -> list[str]:
     """Return an error message in a list if hosts do not share rank 0's output folder; an empty list if they do."""
     hosts = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not hosts:
@@ -180,7 +180,7 @@ def check_shared_folder(reports: Sequence[Report], output_dir: str) -> list[str]
     ]
 
 
-def _find_shared_devices(reports: Sequence[Report]) -> list[tuple[str, str]]:
+def _find_shared_devices(reports: Sequence[RankReport]) -> list[tuple[str, str]]:
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for report in reports:
         if report.device_id:
@@ -192,7 +192,7 @@ def _find_shared_devices(reports: Sequence[Report]) -> list[tuple[str, str]]:
     ]
 
 
-def format_summary(reports: Sequence[Report]) -> str:
+def format_summary(reports: Sequence[RankReport]) -> str:
     hosts = list(dict.fromkeys(report.host for report in reports))
     values = reports[0].values
     versions = ", ".join(f"{name} {values[name]}" for name in ("torch", "deepspeed") if name in values)
@@ -200,14 +200,14 @@ def format_summary(reports: Sequence[Report]) -> str:
     return f"world        {len(reports)} {rank_word} on {_join_names(hosts)}: {reports[0].device}; {versions}"
 
 
-def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
+def _exchange(store: Any, ranks: Ranks, report: RankReport, patience: timedelta, output_dir: str) -> dict[str, str]:
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
         return json.loads(_send_to_all(store, ranks, ""))
     reports = [report]
     for rank in range(1, ranks.world_size):
         try:
-            reports.append(Report(**json.loads(store.get(f"report-{rank}"))))
+            reports.append(RankReport(**json.loads(store.get(f"report-{rank}"))))
         except dist.DistStoreError:
             raise TimeoutError(
                 f"rank {rank} did not arrive within {patience}; ranks have arrived from "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.config import ImageSection
 from trainer.data.batches import GlobalBatches
-from trainer.tasks.images.data import Entry, ImageSamples
+from trainer.tasks.images.data import ImageEntry, ImageSamples
 from trainer.tasks.images.families import Conditions
 
 EVALUATION_TIMES = 4
@@ -53,7 +53,7 @@ class ImageBatch:
 
 @dataclass(frozen=True)
 class _Row:
-    entry: Entry
+    entry: ImageEntry
     caption: int
     latents: Tensor
     noise: Tensor
@@ -135,7 +135,7 @@ class ImageBatches(GlobalBatches):
             ]
         if not rows:  # every rank runs the same number of micro-steps
             rows = [self._build_row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
-        return collate(rows, count, passes)
+        return collate_images(rows, count, passes)
 
     def _build_row(
         self, samples: ImageSamples, index: int, epoch: int, position: int, kind: int, weight: float
@@ -164,7 +164,7 @@ def iterate_evaluation_images(
         rows = [_build_evaluation_row(samples, at, 1.0) for at in parts[rank]] or [
             _build_evaluation_row(samples, 0, 0.0)
         ]
-        yield collate(rows, len(parts[rank]), passes)
+        yield collate_images(rows, len(parts[rank]), passes)
 
 
 def _build_evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
@@ -206,7 +206,7 @@ def group_by_size(
     return np.array([index for run in runs for index in run] + remaining, dtype=np.int64)
 
 
-def collate(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
+def collate_images(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
     """Group rows by size and stack them; the loss is divided by `count`.
 
     Groups of zero weight are added to get `passes` groups: at stage 3 all ranks take part in the all-gathers of every
@@ -231,7 +231,7 @@ def _stack(rows: Sequence[_Row]) -> SizeGroup:
     )
 
 
-def build_size_conditions(entry: Entry) -> Tensor:
+def build_size_conditions(entry: ImageEntry) -> Tensor:
     """Return SDXL's conditioning: original height and width, top and left of the crop, target height and width."""
     (width, height), (left, top) = entry.original, entry.crop
     return torch.tensor([height, width, top, left, entry.height, entry.width], dtype=torch.float32)

@@ -19,7 +19,7 @@ from trainer.config import RunConfig, SourceSection
 from trainer.config.errors import format_count
 from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.grouping import count_held_out, repeat_by_weight
-from trainer.tasks.images.encoding import IMAGES_PER_FILE, describe_truncated_captions, encode
+from trainer.tasks.images.encoding import IMAGES_PER_FILE, describe_truncated_captions, encode_images
 from trainer.tasks.images.families import Conditions
 from trainer.tasks.images.pipeline import Pipeline
 from trainer.tasks.images.sizes import ResizeAndCrop, fit_to_bucket, list_bucket_sizes
@@ -55,7 +55,7 @@ class ImageStats:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ImageEntry:
     name: str
     """The image's origin, for messages."""
     index: int
@@ -72,13 +72,13 @@ class Entry:
 class ImageSamples:
     """The images of a split in a complete cache folder; an image may occur several times."""
 
-    store: "Store"
-    entries: list[Entry]
+    store: "EncodedImages"
+    entries: list[ImageEntry]
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, index: int) -> Entry:
+    def __getitem__(self, index: int) -> ImageEntry:
         return self.entries[index]
 
     @property
@@ -88,7 +88,7 @@ class ImageSamples:
 
 
 @dataclass
-class Store:
+class EncodedImages:
     folder: Path
     captions: list[str]
     _open: dict[str, Any] = field(default_factory=dict)
@@ -147,8 +147,8 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, log: Any = lambda line
         "encoders": pipeline.encoders_digest,
     }
     folder = Path(config.dataset.cache_dir).expanduser() / f"images-{digest_json(identity)}"
-    build = partial(encode, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, log=log)
-    store, note = load_or_build(folder, build, lambda path: Store(path, plan.captions))
+    build = partial(encode_images, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, log=log)
+    store, note = load_or_build(folder, build, lambda path: EncodedImages(path, plan.captions))
     entries = [_build_entry(index, plan) for index in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
     sizes = Counter(f"{entry.width} x {entry.height}" for entry in parts["train"])
@@ -212,8 +212,8 @@ def _list_warnings(plan: _Plan) -> list[str]:
     return [f"{count:,} of {total:,} images {text}" for text, count in changes.items() if count]
 
 
-def _build_entry(index: int, plan: _Plan) -> Entry:
+def _build_entry(index: int, plan: _Plan) -> ImageEntry:
     image, fitted = plan.images[index], plan.fits[index]
     caption = plan.captions.index(image.caption)
     original = image.width, image.height
-    return Entry(image.name, index, caption, fitted.width, fitted.height, original, fitted.crop)
+    return ImageEntry(image.name, index, caption, fitted.width, fitted.height, original, fitted.crop)

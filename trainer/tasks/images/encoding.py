@@ -25,7 +25,7 @@ LOG_EVERY = 100
 
 
 @torch.no_grad()
-def encode(
+def encode_images(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
     fits: Sequence[ResizeAndCrop],
@@ -41,14 +41,14 @@ def encode(
     compute dtype of the text encoders (bf16 on a GPU).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _write(folder, "captions", _encode_captions(pipeline, captions, device))
-    _write(folder, "latents", _encode_images(pipeline, images, fits, device, flip=flip, log=log))
+    _write_tensors(folder, "captions", _encode_captions(pipeline, captions, device))
+    _write_tensors(folder, "latents", _encode_images(pipeline, images, fits, device, flip=flip, log=log))
     apply_umask(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _write(folder: Path, name: str, tensors: Iterator[tuple[int, dict[str, Tensor]]]) -> None:
+def _write_tensors(folder: Path, name: str, tensors: Iterator[tuple[int, dict[str, Tensor]]]) -> None:
     for number, group in groupby(tensors, key=lambda entry: entry[0] // IMAGES_PER_FILE):
         values = {f"{index}.{key}": value for index, encoded in group for key, value in encoded.items()}
         values = {key: value.cpu().contiguous().clone() for key, value in values.items()}

@@ -52,7 +52,7 @@ class Family:
 PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
 
 
-def _encode(
+def _encode_captions(
     pipeline: Any, captions: Sequence[str], device: torch.device, *, indices: dict[str, int], **options: Any
 ) -> Conditions:
     """Return the conditions at their `indices` in the result of diffusers' `encode_prompt`."""
@@ -61,11 +61,11 @@ def _encode(
 
 
 UNGUIDED: dict[str, Any] = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False}
-_encode_sd = partial(_encode, indices={"text": 0}, **UNGUIDED)
-_encode_sdxl = partial(_encode, indices={"text": 0, "pooled": 2}, **UNGUIDED)
-_encode_sd3 = partial(_encode, indices={"text": 0, "pooled": 2}, prompt_2=None, prompt_3=None, **UNGUIDED)
-_encode_flux = partial(_encode, indices={"text": 0, "pooled": 1}, prompt_2=None)
-_encode_flux2 = partial(_encode, indices={"text": 0})
+_encode_sd = partial(_encode_captions, indices={"text": 0}, **UNGUIDED)
+_encode_sdxl = partial(_encode_captions, indices={"text": 0, "pooled": 2}, **UNGUIDED)
+_encode_sd3 = partial(_encode_captions, indices={"text": 0, "pooled": 2}, prompt_2=None, prompt_3=None, **UNGUIDED)
+_encode_flux = partial(_encode_captions, indices={"text": 0, "pooled": 1}, prompt_2=None)
+_encode_flux2 = partial(_encode_captions, indices={"text": 0})
 
 
 def _predict_unet(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:

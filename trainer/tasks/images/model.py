@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model.random_weights import RandomTensors
-from trainer.model.stored_layout import Stored
+from trainer.model.stored_layout import StoredParameter
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.tasks.images.families import Conditions
@@ -151,7 +151,7 @@ def _map_stored_tensors(model: ImageModel, files: Any, pipeline: Pipeline) -> di
     _reject_weights(pipeline, missing, "are missing from its files")
     different = [name for name, weight in parameters.items() if tuple(weight.shape) != shapes[stored[name]]]
     _reject_weights(pipeline, different, "differ in shape from config.json")
-    return {name: Stored(name, {name: (key,)}) for name, key in stored.items() if key in shapes}
+    return {name: StoredParameter(name, {name: (key,)}) for name, key in stored.items() if key in shapes}
 
 
 def _reject_weights(pipeline: Pipeline, names: Sequence[str], problem: str) -> None:

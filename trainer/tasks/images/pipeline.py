@@ -239,7 +239,7 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
     """Return the folder of a pipeline; for a Hub ID, download the files that match `wanted`."""
     path = Path(base_model).expanduser()
     if (single := resolve_single_file_pipeline(base_model, section)) is not None:
-        return _convert(path, section, single[0], is_whole=single[1])
+        return _convert_single_file(path, section, single[0], is_whole=single[1])
     if path.is_dir():
         if not (path / INDEX).is_file():
             raise UserError(f"base_model={base_model}: has no {INDEX}; use the folder of a diffusers pipeline")
@@ -275,7 +275,7 @@ def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tupl
     return source, any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
 
 
-def _convert(file: Path, section: ModelSection, source: str, *, is_whole: bool) -> Path:
+def _convert_single_file(file: Path, section: ModelSection, source: str, *, is_whole: bool) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
     Settings and tokenizers come from the pipeline `source`, and all other components if the file only has the denoiser.

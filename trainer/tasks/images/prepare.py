@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import to_text
 from trainer.config.needs import find_other_task_settings
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.model.targets import check_targets
 from trainer.tasks.images.data import prepare_images
 from trainer.tasks.images.model import ImageModel, check_weights
@@ -13,7 +13,7 @@ from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 from trainer.tasks.images.sizes import check_sizes
 
 
-def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: object = None) -> Prepared:
+def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: object = None) -> PreparedRun:
     """Check pipeline and settings, encode images and captions. Raises UserError for invalid settings or data."""
     for mistake in _find_mistakes(config):
         raise UserError(mistake)
@@ -29,7 +29,7 @@ def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: obje
     check_targets(model, config.lora)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     log(f"encoding the images of {', '.join(map(str, paths))}, unless cached")
-    return Prepared(None, pipeline, prepare_images(config, pipeline, log))
+    return PreparedRun(None, pipeline, prepare_images(config, pipeline, log))
 
 
 def _find_mistakes(config: RunConfig) -> Iterator[str]:

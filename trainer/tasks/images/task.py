@@ -9,7 +9,7 @@ import yaml
 
 from trainer.config import ImageSection, RunConfig
 from trainer.contract.known_versions import require
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import PreparedRun
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.charts import render_template
 from trainer.monitor.report.model_card import MARKER, format_python_path, get_public_name, is_on_hub
@@ -46,7 +46,7 @@ class ImageTask(Task):
     }
 
     def __init__(
-        self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
+        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, say: Say
     ) -> None:
         """`config` must have every `auto` resolved."""
         self._config, self._ranks, self._device, self._say = config, ranks, device, say

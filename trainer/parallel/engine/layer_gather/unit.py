@@ -50,8 +50,8 @@ class ShardedUnit:
         offsets, end = [], 0
         for tensor, _ in slots:
             offsets.append(end)
-            end += _align(tensor.nbytes)
-        size = _align(-(-end // self._world))
+            end += _round_up_bytes(tensor.nbytes)
+        size = _round_up_bytes(-(-end // self._world))
         self._whole = torch.empty(size * self._world, dtype=torch.uint8, device=device)
         for (tensor, replace), offset in zip(slots, offsets, strict=True):
             view = self._whole.narrow(0, offset, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -125,5 +125,5 @@ def _all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -
     return gather(whole, shard, group=group, async_op=True)
 
 
-def _align(size: int) -> int:
+def _round_up_bytes(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
