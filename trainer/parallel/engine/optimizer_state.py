@@ -4,7 +4,8 @@ DeepSpeed keeps master weights and moments in flat partitions, which depend on s
 position of one trained tensor in this rank's partition. A rank saves its own partitions and these positions
 (`StatePieces`), without communication; the reader reassembles the tensors by name, for any partitioning. Based on
 DeepSpeed 0.19.8: stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py
-(`fp32_groups`). docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` are not used.
+(`fp32_groups`). docs/decisions/09-checkpoints.md explains why `deepspeed.utils.safe_get_full_*` and
+`safe_set_full_*` are not used.
 """
 
 import json
