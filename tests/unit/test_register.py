@@ -103,7 +103,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
     ours = {name for name in installed_by if not name.startswith(("trainer.", "ops."))}
     assert {name for name in ours if name.partition(": ")[2] not in called} == {
         "graphed_loss: replace_forward",
-        "model_properties: find_head_problem",
+        "model_properties: describe_head_problem",
         "plain_head: replace_head",
         "loss_head: bypass_adapter",
         "loss_head: mask_balancing_loss",

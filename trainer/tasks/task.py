@@ -66,7 +66,7 @@ class Task(Protocol):
     sample_every: int = 0
     """Steps between samples during training; 0 for none."""
     flat_packs: bool = False
-    """Whether packed sequences are one row without padding; known after `check`."""
+    """Whether packed sequences are one row without padding; known after `check_trainable`."""
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         """Load the frozen model onto the device, partitioned on the fly at stage 3."""
