@@ -264,7 +264,11 @@ class Loop:
 
     def _evaluate_if_due(self) -> None:
         training, position = self._training, self.position
-        if self._evaluate is None or not training.eval_steps or position.step % training.eval_steps:
+        if self._evaluate is None or not training.eval_steps:
+            return
+        is_due = position.step % training.eval_steps == 0
+        # The last weights may be better than the best ones so far.
+        if not is_due and not (training.best_checkpoint and position.step == self._total_steps):
             return
         self._pause()
         compared, values = self._evaluate()
@@ -276,7 +280,7 @@ class Loop:
             if training.best_checkpoint:
                 self._save()
         else:
-            position.worse_in_a_row += 1
+            position.worse_in_a_row += is_due
             patience = training.early_stopping
             self.stopped_early = patience is not None and position.worse_in_a_row >= patience
 

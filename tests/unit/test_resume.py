@@ -254,6 +254,26 @@ def test_the_best_checkpoint_is_that_of_the_course(ground: Path, tmp_path: Path)
     assert json.loads((run_dir / "checkpoint-3" / "state.json").read_text())["best_step"] == 3
 
 
+def test_the_last_weights_are_kept_if_they_are_the_best(ground: Path, tmp_path: Path) -> None:
+    """Step 5 is no multiple of eval_steps; every step of this run is better than the one before."""
+    shown = train(
+        ground,
+        output_dir=str(tmp_path / "last"),
+        dataset__evaluation={"path": str(ground / "held_out.jsonl")},
+        training__max_steps=5,
+        training__eval_steps=2,
+        training__save_steps=2,
+        training__best_checkpoint=True,
+    )
+    losses = {
+        record["step"]: record["eval/loss"] for record in read_metrics(tmp_path / "last") if "eval/loss" in record
+    }
+    assert list(losses) == [0, 2, 4, 5] and losses[5] == min(losses.values())
+    assert "keeping the weights of step" not in shown
+    last, result = (tmp_path / "last" / part / "adapter_model.safetensors" for part in ("checkpoint-5", ""))
+    assert last.read_bytes() == result.read_bytes()
+
+
 def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
