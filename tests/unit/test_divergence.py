@@ -343,7 +343,7 @@ def test_swinging_gains_of_kl_are_refused() -> None:
         ("", "scu.reference="),
         (
             json.dumps({"text": "red green blue " * 40}),
-            "1 of 1 documents are longer than dataset.max_length=32; split the documents",
+            "1 of 1 documents are longer than dataset.max_length=32; split these documents",
         ),
     ],
 )
