@@ -1,6 +1,7 @@
 """Resuming from a checkpoint: only the same run, only from complete files, without losing an earlier run."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +253,7 @@ def test_the_best_checkpoint_is_that_of_the_course(ground: Path, tmp_path: Path)
         "note: the best checkpoint so far (step 1) is missing; the search for the best checkpoint starts over" in shown
     )
     assert json.loads((run_dir / "checkpoint-3" / "state.json").read_text())["best_step"] == 3
+    assert re.search(r"^held-out loss \d\.\d{4} -> \d\.\d{4}", shown, re.MULTILINE), "of all steps"
 
 
 def test_the_last_weights_are_kept_if_they_are_the_best(ground: Path, tmp_path: Path) -> None:

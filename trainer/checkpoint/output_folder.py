@@ -114,7 +114,7 @@ def _find_conflict(config: RunConfig) -> str | None:
         return _describe_move_problem(folder)
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
-    overwriting = "output.overwrite: true to move it aside (delete to delete it)"
+    overwriting = "output.overwrite: true to move it aside, or delete to delete it"
     if list_checkpoints(folder):
         resuming = "training.resume_from_checkpoint: latest to resume it"
         return f"contains another run; use a new folder, set {resuming}, or {overwriting}"

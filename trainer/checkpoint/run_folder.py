@@ -185,6 +185,9 @@ class RunFolder:
     def write_report(self, before: float | None, after: float | None) -> None:
         """Write the report and print the summary, with the held-out loss before and after training."""
         page = None
+        if before is None:  # a resumed run
+            first = (record.get("eval/loss") for record in read_metrics(self.path) if record["step"] == 0)
+            before = next(first, None)
         with self.tolerate_full_disk("report.html"):
             try:
                 page = write_report(self.path)

@@ -39,7 +39,7 @@ class TextAdapter:
         """Write the merged model; return a message that shows how to load it."""
         merge(run, output, dtype=dtype, scale=scale, quantize=quantize)
         auto = find_task(run.config).auto_class
-        return f"merged model written to {output}; load it with {auto}.from_pretrained({str(output)!r})"
+        return f"{output}; load it with {auto}.from_pretrained({str(output)!r})"
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
@@ -61,7 +61,7 @@ class ImageAdapter:
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: object = None) -> str:
         stored = merge_images(run, output, dtype=dtype, scale=scale)
         load = f"DiffusionPipeline.from_pretrained({str(output)!r}, dtype={stored})"
-        return f"merged pipeline written to {output}; load it with {load}"
+        return f"{output}; load it with {load}"
 
     @staticmethod
     def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
