@@ -267,7 +267,7 @@ def test_the_last_weights_are_kept_if_they_are_the_best(ground: Path, tmp_path: 
         training__save_steps=2,
         training__best_checkpoint=True,
     )
-    losses = {
+    losses: dict[Any, Any] = {
         record["step"]: record["eval/loss"] for record in read_metrics(tmp_path / "last") if "eval/loss" in record
     }
     assert list(losses) == [0, 2, 4, 5] and losses[5] == min(losses.values())
