@@ -82,7 +82,7 @@ def test_a_target_next_to_a_schedule_is_a_warning_since_compare_runs_all_of_them
     write(file, scu={"enabled": True, "target": 0.03})
     assert load_config(file).notes == () == load_config(file, ["scu.controller=fixed"]).notes
     (note,) = load_config(file, [f"scu.controller={controller}"]).notes
-    assert note.startswith("scu.target=0.03: has no effect") and f"scu.controller is {controller}; " in note
+    assert note.startswith("scu.target=0.03: has no effect") and f"scu.controller: {controller}; " in note
     assert load_config(file, [f"scu.controller={controller}", "scu.target=auto"]).notes == ()
 
 
