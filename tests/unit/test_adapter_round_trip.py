@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.any_input import or_refused, tries
 from tests.families import FAMILIES, tiny_family
 from tests.saved_adapters import save_adapter
-from trainer.config import LoraSection
+from trainer.config import LoraSection, UserError
 from trainer.model.adapter import apply_adapter, load_initial_adapter
 from trainer.model.saved_adapter import load_adapter
 
@@ -124,3 +124,8 @@ def test_layers_that_peft_takes_for_experts_may_have_dropout(tmp_path: Path) -> 
     for model in (adapted, again):
         rates = {name: part.p for name, part in model.named_modules() if name.endswith("lora_dropout.default")}
         assert set(rates.values()) == {0.25} and any("gate_proj" in name for name in rates)
+
+
+def test_dora_of_layers_that_peft_takes_for_experts_is_refused_before_training() -> None:
+    with pytest.raises(UserError, match=r"lora\.dora=true: PEFT loads .*gate_proj\.weight as a parameter"):
+        adapt("afmoe", r=2, dora=True, experts=False)

@@ -171,7 +171,7 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
     Layers whose names PEFT mistakes for experts (peft#3711) are listed by weight in `target_parameters`, which is
-    equivalent.
+    equivalent. Raises UserError for DoRA of such layers.
     """
     config, base = adapted.peft_config[adapter], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
@@ -185,6 +185,9 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
     config.exclude_modules = excluded
     config._custom_modules = None
     if by_weight:
+        if config.use_dora:
+            problem = f"PEFT loads {by_weight[0]} as a parameter, for which it does not support DoRA"
+            raise UserError(f"lora.dora=true: {problem}; set lora.dora: false, or lora.exclude_modules")
         config.lora_dropout = 0.0  # PEFT refuses dropout if a target is a parameter
 
 
