@@ -27,18 +27,18 @@ PLACES = {
     "late numbers": ("trainer.step", "StepInFlight"),
     "slow step": ("trainer.step", "sum_over_ranks"),
     "slow layer": ("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"),
-    "slow load": ("trainer.setup.build", "Builder.model"),
+    "slow load": ("trainer.setup.build", "Builder.build_model"),
     "slow save": ("trainer.checkpoint.checkpoint", "write_tensors"),
     "dead save": ("trainer.checkpoint.checkpoint", "write_tensors"),
     "dead tokenise": ("trainer.data.cache", "encode_source"),
-    "dead load": ("trainer.setup.build", "Builder.model"),
+    "dead load": ("trainer.setup.build", "Builder.build_model"),
     "dead evaluate": ("trainer.evaluation", "evaluate_loss"),
 }
 # Where the kinds without a place of their own happen, `kill@load`.
 PHASES = {
     "begin": ("trainer.parallel.ranks.watchdog", "Watchdog"),
     "tokenise": ("trainer.data.cache", "encode_source"),
-    "load": ("trainer.setup.build", "Builder.model"),
+    "load": ("trainer.setup.build", "Builder.build_model"),
     "data": ("trainer.data.batches", "collate"),
     "step": ("trainer.step", "sum_over_ranks"),
     "loss": ("trainer.patches.loss_head", "TokenLoss.__call__"),
