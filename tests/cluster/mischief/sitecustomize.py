@@ -39,7 +39,7 @@ PHASES = {
     "begin": ("trainer.parallel.ranks.watchdog", "Watchdog"),
     "tokenise": ("trainer.data.cache", "encode_source"),
     "load": ("trainer.setup.build", "Builder.build_model"),
-    "data": ("trainer.data.batches", "collate"),
+    "data": ("trainer.data.batches", "collate_samples"),
     "step": ("trainer.step", "sum_over_ranks"),
     "loss": ("trainer.patches.loss_head", "TokenLoss.__call__"),
     "evaluate": ("trainer.evaluation", "evaluate_loss"),
