@@ -193,7 +193,7 @@ def test_a_run_on_a_single_file_is_merged_with_that_file_alone(tmp_path: Path) -
 
 
 def make_xl(folder: Path) -> Path:
-    """A tiny pipeline whose second text encoder is wider and has ten layers: by both, diffusers recognizes an XL."""
+    """A tiny pipeline with a wider second text encoder of ten layers: diffusers recognizes an XL by both."""
     widths = {"cross_attention_dim": 32 + 48, "projection_class_embeddings_input_dim": 48 + 6 * 8}
     make_pipeline(folder, "sdxl", **widths)
     clip(projected=True, width=48, layers=10).save_pretrained(folder / "text_encoder_2")

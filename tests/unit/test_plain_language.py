@@ -18,7 +18,7 @@ LONGEST_SENTENCE = 35
 """In words; code and a formula between spaces count as one."""
 # Plain words for them: reported, fix, next to, of which, exists, was deleted, continues.
 DECODED = re.compile(r"\b(told|mend(s|ed|ing)?|beside|whose|is there|is gone|goes on)\b", re.IGNORECASE)
-MAX_DECODED = 20
+MAX_DECODED = 10
 
 
 def sentences(markdown: str) -> list[str]:

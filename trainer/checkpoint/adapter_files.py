@@ -151,7 +151,7 @@ class AdapterFormat:
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
     def for_unchanged_base(self) -> "AdapterFormat":
-        """Return the format of an equivalent adapter for the original base model, whose weights PiSSA and OLoRA change.
+        """Return the format of an equivalent adapter for the original base model; PiSSA and OLoRA change its weights.
 
         W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
         loads a second adapter into the model, which must not happen during training.

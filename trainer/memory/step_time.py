@@ -19,7 +19,7 @@ from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 REFERENCE_CARD = "H100"
-"""The card whose measurements are used, with a note, for cards without measurements."""
+"""The card with the measurements that are used, with a note, for cards without measurements."""
 RECOMPUTED_FORWARD = 0.3
 """Time to recompute a layer's forward pass as a fraction of the layer's time in a step, both without attention."""
 SKEW = 0.0035

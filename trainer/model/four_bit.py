@@ -43,7 +43,7 @@ def dequantize_weight(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype
 
 
 class Params4bit(bnb.nn.Params4bit):
-    """A packed bitsandbytes weight whose `to` returns `self` if the device does not change.
+    """A packed bitsandbytes weight; its `to` returns `self` if the device does not change.
 
     PEFT's DoRA moves the weight back to the CPU after reading it, and DeepSpeed would not recognize a new Parameter.
     The class name must match, because PEFT checks it.

@@ -15,7 +15,7 @@ def find_base_model(model: Any) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass whose small test instance does.
+    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass with a small test instance that does.
 
     Falcon's linear layers are such a subclass. MoE routers are subclasses too, but return additional values.
     """

@@ -4,7 +4,7 @@ Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py).
 thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) without waiting for other ranks.
 While one rank makes progress, the run does not hang. If no rank makes progress for `training.hang_timeout`, the ranks
 without new heartbeats are behind. If all heartbeats continue, the ranks at the lowest step are behind or, if all are
-at one step, those that began the fewest collectives. Among these, ranks whose GPU is behind come first, then ranks
+at one step, those that began the fewest collectives. Among these, ranks with a lagging GPU come first, then ranks
 that are not waiting. All ranks then write their Python stacks to their logs and exit with code 1.
 """
 
