@@ -16,7 +16,7 @@ from tests.lm_eval_tasks import write_tasks
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
-from trainer.commands import evaluate
+from trainer.commands import evaluate, merge
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.monitor.metrics import read_metrics
@@ -35,22 +35,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_scored(make_ground(tmp_path_factory.mktemp("scores")))
 
 
-def train_scored(folder: Path) -> Path:
-    rate = {"training__learning_rate": 0.005, "training__max_steps": 6}
-    train(folder, evaluation__tasks=write_tasks(folder), training__eval_steps=2, training__eval_batch_size=3, **rate)
+def train_scored(folder: Path, **settings: Any) -> Path:
+    settings |= {"training__learning_rate": 0.005, "training__max_steps": 6}
+    tasks = write_tasks(folder)
+    train(folder, evaluation__tasks=tasks, training__eval_steps=2, training__eval_batch_size=3, **settings)
     return folder
+
+
+def start_lm_eval(folder: Path, model: str, batch_size: int = 3) -> subprocess.CompletedProcess[str]:
+    """Run the command `lm_eval run` with the given `--model_args`."""
+    command = [
+        sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", str(batch_size),
+        "--model_args", model, "--tasks", ",".join(write_tasks(folder)), "--output_path", str(folder / "lm-eval"),
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def run_lm_eval(folder: Path, *, peft: bool, batch_size: int = 3) -> tuple[dict[str, float], dict[str, float]]:
     """Return the scores and standard errors that the command `lm_eval run` writes."""
     adapter = f",peft={folder / 'run'},tokenizer={folder / 'run'}" if peft else ""
-    command = [
-        sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", str(batch_size),
-        "--model_args", f"pretrained={folder / 'model'}{adapter}", "--tasks", ",".join(write_tasks(folder)),
-        "--output_path", str(folder / "lm-eval"),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = start_lm_eval(folder, f"pretrained={folder / 'model'}{adapter}", batch_size)
     assert done.returncode == 0, done.stderr
+    return read_scores(folder)
+
+
+def read_scores(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the scores and standard errors that lm-eval wrote last."""
     written = sorted((folder / "lm-eval").rglob("results_*.json"))[-1]
     scores: dict[str, float] = {}
     errors: dict[str, float] = {}
@@ -89,6 +99,31 @@ def test_the_base_has_the_scores_of_lm_eval_without_an_adapter(tmp_path: Path) -
     train_scored(tmp_path)
     expected, _ = run_lm_eval(tmp_path, peft=False)
     assert {name: measured(tmp_path)[0][f"base/{name}"] for name in NAMES} == expected
+
+
+@pytest.mark.slow
+def test_added_tokens_are_scored_with_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+    train_scored(make_ground(tmp_path), model__added_tokens=["<|tool|>"])
+    expected, _ = run_lm_eval(tmp_path, peft=True)
+    assert {name: measured(tmp_path)[-1][f"eval/{name}"] for name in NAMES} == expected
+
+
+@pytest.mark.slow
+def test_a_saved_head_over_a_padded_vocabulary_is_scored_as_a_merged_model(tmp_path: Path) -> None:
+    """With peft=RUN, lm-eval shortens the head before PEFT loads the saved one; docs/guide/serving.md says so."""
+    train_scored(make_ground(tmp_path), lora__modules_to_save=["lm_head"])
+    run = tmp_path / "run"
+    done = start_lm_eval(tmp_path, f"pretrained={tmp_path / 'model'},peft={run},tokenizer={run}")
+    assert done.returncode != 0 and "size mismatch" in done.stderr
+    assert merge.main([str(run)]) == 0
+    done = start_lm_eval(tmp_path, f"pretrained={run / 'merged'}")
+    assert done.returncode == 0, done.stderr
+    found, _ = read_scores(tmp_path)
+    last = measured(tmp_path)[-1]
+    for name in ("choose/acc", "choose/acc_norm"):
+        assert found[name] == last[f"eval/{name}"]
+    padded, expected = found["roll/bits_per_byte"], last["eval/roll/bits_per_byte"]
+    assert expected < padded < 1.1 * expected, "without peft, lm-eval keeps the padding, which takes some probability"
 
 
 def test_the_report_and_the_card_have_the_scores_before_and_after(trained: Path) -> None:
