@@ -129,11 +129,11 @@ def _save_dequantized(gguf: Path, folder: Path) -> None:
     """Copy the weights into a new, unquantized model, as transformers reads GGUF but cannot save it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
 
+    from trainer.checkpoint.finished_run import silence_libraries
     from trainer.model.tokenizer_files import tokenizer_files, write_files
 
-    logging.disable_progress_bar()
+    silence_libraries()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     dropped = ("quantization_config", "_name_or_path")
     settings = {name: value for name, value in loaded.config.to_dict().items() if name not in dropped}

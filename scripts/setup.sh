@@ -21,8 +21,8 @@ if [ -z "${ACCELERATOR:-}" ]; then
     if [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then ACCELERATOR=cuda; fi
 fi
 case $ACCELERATOR in
-    cpu) EXTRAS=${EXTRAS:-dev} ;;
-    cuda) EXTRAS=${EXTRAS:-dev,gpu} ;;
+    cpu) EXTRAS=${EXTRAS-dev} ;;
+    cuda) EXTRAS=${EXTRAS-dev,gpu} ;;
     *) die "ACCELERATOR=$ACCELERATOR: must be cuda or cpu" ;;
 esac
 

@@ -51,9 +51,9 @@ def check_packages() -> Iterator[Check]:
     failed = list(_check_dependencies())
     yield from failed or [Check("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
-    slow = "Mamba layers run in plain torch, about three times slower; the SCU guide's tokens/s need the kernels"
-    description = f"{', '.join(missing)} not installed: {slow}" if missing else "installed"
-    yield Check("kernels for Mamba layers", "OK", description)
+    slow = "Mamba layers run in plain torch, about three times slower than in the SCU guide"
+    description = f"optional {' and '.join(missing)} not installed; {slow}" if missing else "installed"
+    yield Check("Mamba kernels", "OK", description)
     for untested in describe_untested():
         fix = f"install the version of {untested.split()[0]} in constraints.txt, or watch the first run"
         yield Check("known versions", "WARN", untested, fix)

@@ -111,7 +111,7 @@ def choose_settings(request: TailorRequest) -> tuple[Settings, list[str]]:
     samples = max(1, (math.ceil if packs else round)(trained * sequences))
     minimum, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _choose_epochs(documents)
     why = f"fewer epochs would have fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
-    settings["training.epochs"] = (max(minimum, usual), f"{documents:,} documents; {why}")
+    settings["training.epochs"] = (max(minimum, usual), f"{format_count(documents, 'document')}; {why}")
     settings["training.global_batch_size"] = ("auto", "")
     batch = resolve_global_batch(_build_config(settings), samples, request.gpus).training.global_batch_size
     settings["training.global_batch_size"] = (batch, "")
@@ -158,8 +158,8 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     data = f"about {information / 1e6:,.1f}" if information >= 1e5 else "less than 0.1"
     why = f"{parameters:,} adapter parameters can learn about {capacity / 1e6:,.1f} Mbit; the data has {data}"
     settings["lora.r"] = (rank, why)
-    settings["lora.alpha"] = (32, "with this alpha, one learning rate suits every r")
-    settings["lora.target_modules"] = ("all-linear", "adapters on the attention layers alone learn less, whatever r")
+    settings["lora.alpha"] = (32, "fixed, so that the best learning rate hardly depends on r")
+    settings["lora.target_modules"] = ("all-linear", "attention layers alone learn less, even with a higher r")
     if profile.per_expert_rank:
         settings["lora.experts"] = (True, "most weights of an MoE model are in its experts")
         why = f"a token uses {profile.top_k} experts, with a total rank of r"
@@ -181,7 +181,7 @@ def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -
     cut = int((profile.tokens > length).sum())
     held_out = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
     median, longest = int(np.median(profile.tokens)), int(profile.tokens.max())
-    why = f"{documents:,} documents, {total:,} tokens, {int(profile.targets.sum()):,} of them trained"
+    why = f"{format_count(documents, 'document')}, {total:,} tokens, {int(profile.targets.sum()):,} of them trained"
     settings["dataset.path"] = (request.data, why)
     why = f"the median document has {median:,} tokens, the longest {longest:,}; {cut:,} are truncated"
     settings["dataset.max_length"] = (length, why)
@@ -191,7 +191,7 @@ def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -
         why = (
             f"packed, the run would have only {format_count(steps, 'step')}"
             if short
-            else "documents fill their sequences"
+            else "most documents already fill a sequence"
         )
     settings["dataset.packing"] = (packs, why)
     if held_out:
@@ -215,18 +215,18 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
     for adapter, stage, recompute, offload in _list_placements(request.gpus):
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""
         base = "the base model only fits in 4 bits" if adapter == "qlora" else "the base model fits in 16 bits"
-        kept = "activations are kept, which is fastest" if recompute == "none" else "activations are recomputed, to fit"
+        kept = "the fastest choice" if recompute == "none" else "recompute activations to save memory"
         chosen: Settings = {
             "adapter": (adapter, f"{base} on GPUs {request.gpu_text}{why_not}"),
             "training.batch_size": (1, ""),
             "training.gradient_checkpointing": (recompute, kept),
             "zero.stage": (
                 stage,
-                "every rank holds the whole base model" if stage == 2 else "the base model is sharded over the ranks",
+                "each rank keeps the whole base model" if stage == 2 else "the base model is sharded across the ranks",
             ),
         }
         if offload:
-            chosen["zero.offload_parameters"] = (True, "the base model stays in host memory, to fit")
+            chosen["zero.offload_parameters"] = (True, "the base model stays in host memory to save GPU memory")
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
         if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
