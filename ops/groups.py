@@ -19,7 +19,7 @@ _Call = tuple[str, tuple[Any, ...]]
 
 
 def _record_calls(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[_Call]:
-    """Return the calls of `modules` (by qualified name), in order, while `forward()` runs once without gradients."""
+    """Run `forward()` once without gradients, and return the calls to `modules` (by qualified name) in order."""
     calls: list[_Call] = []
     inputs: list[Tensor] = []  # kept alive, because a freed address may be reused
 
