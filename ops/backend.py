@@ -65,7 +65,7 @@ def predict_backend(backend: Literal["auto", "cuda"]) -> str:
 
 
 def check_requested() -> None:
-    """Raise ValueError if the kernels can neither be found nor built, without building them."""
+    """Check, without building, that the kernels can be found or built. Raises ValueError if not."""
     from ops.builder import LoraOpBuilder
 
     builder = LoraOpBuilder()

@@ -143,8 +143,8 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
     def find(self) -> Path | None:
         """Return the path of a library built from these sources for this Python and torch; None if there is none.
 
-        It must support this builder's architectures or, if a CUDA context already exists, the node's GPUs. Creating a
-        context here would break forked workers.
+        The library must support this builder's architectures or, if a CUDA context already exists, the node's GPUs.
+        Creating a context here would break forked workers.
         """
         cards = self._architectures
         if cards is None:

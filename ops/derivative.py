@@ -40,7 +40,7 @@ def define(
 
 
 def register_backward(name: str) -> tuple[Any, Any]:
-    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return types for their arguments.
+    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return their argument types.
 
     Tensors are saved exactly as they were passed, so that ZeRO-3 can free a Parameter between the passes.
     """

@@ -36,7 +36,7 @@ class EightBitWeight:
 def reference_quantize_rows(
     parts: Sequence[Tensor], factors: Sequence[Tensor], storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the rows of the parts [T, O_i], times factors [O_i] if given, and concatenated, in plain torch."""
+    """Scale the parts [T, O_i] by factors [O_i] if given, concatenate them, and quantize the rows, in plain torch."""
     rows = [part.reshape(-1, part.shape[-1]).float() for part in parts]
     if factors:
         rows = [row * factor for row, factor in zip(rows, factors, strict=True)]

@@ -100,7 +100,7 @@ class ExpertMatrix:
         return ExpertMatrix("fp4" if floats else "int4", tuple(sections), experts, rows, 2 * half)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights [E, rows, cols] in `dtype`; `transposed` ones as a view."""
+        """Return the weights [E, rows, cols] in `dtype`; with `transposed` storage, as a view."""
         shape = [self.experts, self.rows, self.cols, self.block, self.nested_block]
         return experts_plain.build_dense_weight(self.tensors, self.storage, shape, dtype)
 

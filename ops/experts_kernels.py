@@ -2,8 +2,8 @@
 
 Symbols and formulas: ops/experts.py. Calls do not synchronize with the device for bf16 on compute capability 9.0 and
 10.0 (torch's grouped matmul has a kernel) and fp16 on 9.0 (only our kernel is used). Otherwise torch multiplies expert
-by expert and reads the counts from the device. The plain-torch code for fp32, for widths that are not
-multiples of 8, and for GPUs older than Ampere does the same.
+by expert and reads the counts from the device. The plain-torch code for fp32, for widths that are not multiples of 8,
+and for GPUs older than Ampere does the same.
 """
 
 from collections.abc import Callable, Sequence

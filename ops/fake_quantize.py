@@ -1,8 +1,8 @@
 """Adapted linear layer for quantization-aware training: the merged weight is quantized in every pass.
 
-Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups of a row that share a scale; x[T,I],
-W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q returns integers and
-their scales.
+Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups per row that share a scale; x[T,I],
+W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q returns integers and their
+scales.
 
     M  = W + s B A                                        (in fp32)
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)

@@ -1,8 +1,8 @@
 """LoRA operators for 4-bit base weights with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
 
 All parts of a weight are in one byte buffer, so that moving the Parameter moves the complete weight. Weights are
-dequantized for each matmul, as in ops/scaled.py. The buffer itself is saved for the backward, so that ZeRO-3
-can free it and gather it again. Formulas: `reference.dequantize_groups`.
+dequantized for each matmul, as in ops/scaled.py. The buffer itself is saved for the backward, so that ZeRO-3 can
+free it and gather it again. Formulas: `reference.dequantize_groups`.
 """
 
 from functools import partial

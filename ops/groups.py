@@ -45,7 +45,7 @@ def _record_calls(modules: Mapping[str, nn.Module], forward: Callable[[], object
 def find_groups(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[tuple[str, ...]]:
     """Return the names of `modules` in groups; a module that does not share its input is a group of one.
 
-    `modules` maps qualified names to the adapted linears of a model; `forward` runs the model once on any batch.
+    `modules` maps qualified names to the adapted linear layers of a model; `forward` runs the model once on any batch.
     """
     calls = _record_calls(modules, forward)
     call_counts = Counter(name for name, _ in calls)

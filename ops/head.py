@@ -121,7 +121,7 @@ def sum_token_losses(
 def sum_token_losses_from_logits(
     logits_KV: Tensor, targets: Tensor, kind: LossKind = NLL, token_weights: Tensor | None = None
 ) -> Tensor:
-    """Compute `sum_token_losses` from all logits, differentiable in them."""
+    """Compute `sum_token_losses` from all logits; differentiable in the logits."""
     nll = F.cross_entropy(
         logits_KV.float(), targets.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=kind.smoothing
     )

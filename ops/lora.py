@@ -23,7 +23,7 @@ MAX_GROUP = 16
 
 
 def round_up_rank(rank: int) -> int:
-    """Return the number of columns of h for one projection: the rank rounded up to 8 (kernels load 16 bytes)."""
+    """Round a rank up to a multiple of 8, the width of h for one projection (kernels load 16 bytes at a time)."""
     return (rank + 7) // 8 * 8
 
 
@@ -151,7 +151,7 @@ def compute_adapter_gradients(
     scales: Sequence[float],
     mask: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of all A and B, and add x's gradient to `grad_x` [T, I]; a weight of None has no part."""
+    """Return the gradients of all A and B, and add x's gradient to `grad_x` [T, I], omitting weights that are None."""
     x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
     for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
         grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]
@@ -217,7 +217,7 @@ class FormatOperators:
     ) -> list[Tensor]:
         """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
 
-        x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
+        x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout, the projections share one mask m.
         Raises ValueError for mismatched shapes, types or devices, for weights that are not gathered, and for an
         unsupported rank or dropout.
         """

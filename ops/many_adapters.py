@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Pending = list[tuple["Bundle", Tensor, Tensor]]
-"""Tuples (bundle, gradient of h, A) whose products are not yet added to the gradient of x."""
+"""Tuples (bundle, gradient of h, A), with products not yet added to the gradient of x."""
 
 
 @dataclass(frozen=True)

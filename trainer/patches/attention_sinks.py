@@ -122,7 +122,7 @@ def attend_per_document(
 
 
 def build_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Build a mask [1, 1, queries, keys], true where a query attends to a key; the last of both are the same token."""
+    """Build a mask [1, 1, queries, keys], true where allowed; the last query and last key are the same token."""
     positions = torch.arange(keys, device=device)
     distance = positions[keys - queries :, None] - positions
     return ((distance >= 0) & (distance < (window or keys)))[None, None]

@@ -75,7 +75,7 @@ def scale_the_loss(engine: Engine) -> None:
     """Multiply the loss at stage 0 by the fp16 loss scale if DeepSpeed does not.
 
     DeepSpeed divides the gradients by the scale without multiplying the loss by it. Gradients would be 65,536 times too
-    small, and Adam's epsilon would dominate. The first gradient of the loss shows whether DeepSpeed multiplies it.
+    small, and Adam's epsilon would dominate. The loss's first gradient shows whether DeepSpeed multiplies the loss.
     """
     backward = engine.backward
     engine_scales: bool | None = None

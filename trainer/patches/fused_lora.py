@@ -65,8 +65,8 @@ def fuse_layers(
 ) -> FusionReport:
     """Replace the forward of every adapted layer that the operators support.
 
-    `forward` runs the model once on a few tokens, to find the layers that share an input. With `separate`,
-    these are still computed one by one. `tokens` is the size of a micro-batch; it decides which kernels are tested.
+    `forward` runs the model once on a few tokens, to find the layers that share an input. With `separate`, these
+    are still computed one by one. `tokens` is the size of a micro-batch; it decides which kernels are tested.
     Raises ValueError if `cuda` is requested but not available, or if the operators fail their self-test.
     """
     chosen = ops.load_backend(backend)
@@ -131,7 +131,7 @@ def describe_fusion_problem(layer: Any) -> str | None:
 class FusedLayer:
     """Reads the operator's arguments from an adapted layer at every call.
 
-    To make these reads cheap, modules are looked up once, and PEFT's attributes are read without its properties.
+    To make these reads cheap, modules are looked up once, and PEFT's attributes are read directly.
     """
 
     def __init__(self, layer: Any) -> None:

@@ -1,7 +1,7 @@
 """Replay micro-steps from CUDA graphs if the host cannot launch kernels as fast as they run.
 
-A batch is padded to one of a few shapes (trainer/data/static_shapes.py). The first shape is captured at
-once, others when they recur (trainer/parallel/engine/cuda_graphs.py). Batches that match no graph run eagerly.
+A batch is padded to one of a few shapes (trainer/data/static_shapes.py). The first shape is captured at once,
+others when they recur (trainer/parallel/engine/cuda_graphs.py). Batches that match no graph run eagerly.
 """
 
 import time
@@ -155,7 +155,7 @@ class GraphedLoss:
         return loss
 
     def _find_capture(self, batch: MicroBatch, device: torch.device) -> Replayed | None:
-        """Return the graph for this batch, or None if it must run eagerly. A shape that recurs is captured first."""
+        """Return the graph for this batch, or None if the batch must run eagerly. Captures a shape that recurs."""
         if self._capturer is not None and not self._capturer.is_current:
             self._give_up("the adapter's address in memory has changed", warn=True)
             return None

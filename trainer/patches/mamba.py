@@ -63,7 +63,7 @@ def _get_last_component(path: str) -> str:
 
 
 def is_mamba_2(module: nn.Module) -> bool:
-    """Return whether this is a Mamba-2 mixer of transformers. Mamba-1 mixers have no chunks, other mixers no state."""
+    """Return whether this is transformers' Mamba-2 mixer. Mamba-1 mixers have no chunks, other mixers no state."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
@@ -113,7 +113,7 @@ def _describe_load_problem(package: str, library: str) -> str:
 def _describe_import_problem(package: str, name: str) -> str:
     try:
         importlib.import_module(name)
-    except Exception as error:  # transformers also ignores any error of the package
+    except Exception as error:  # transformers also ignores any error from the package
         return f"{package} is installed but cannot be imported ({error}): build it against this torch, or uninstall it"
     return ""
 

@@ -149,7 +149,7 @@ def _build_forward(
 
 
 class _CommonGroup(FusedGroup):
-    """Computes layers that share an input, in passes whose rows belong to several adapters."""
+    """Computes layers that share an input, in passes over rows of several adapters."""
 
     def __init__(self, layers: Sequence[_Layer], choice: AdapterChoice) -> None:
         super().__init__([layer.any_member for layer in layers])

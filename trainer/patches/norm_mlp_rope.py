@@ -30,7 +30,7 @@ from trainer.patches.replace import replace
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
 ROTARY = "apply_rotary_pos_emb"
 RECOMPUTE_FROM_BYTES = 2**23
-"""Minimum size of a result whose recomputation is worth the hooks' host time: 1,024 x 4,096 16-bit values."""
+"""Minimum size of a result for which recomputation is worth the hooks' host time: 1,024 x 4,096 16-bit values."""
 _RECOMPUTE = "_zerolora_recompute"
 _TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -74,7 +74,7 @@ class ElementwisePlan:
 
 
 def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
-    """Return which norms, MLPs and rotary functions our operators can replace, and why not the others.
+    """Return which norms, MLPs and rotary functions our operators can replace, and why they cannot replace others.
 
     The model is not changed; it may be on the meta device.
     """
@@ -158,7 +158,7 @@ def _find_projections(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Return whether a module is a gated MLP whose only argument is its input."""
+    """Return whether a module is a gated MLP that takes only its input."""
     if _find_projections(module) is None:
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2

@@ -77,7 +77,7 @@ def check_attention_supported(section: ModelSection, model: Any) -> None:
 
 
 def check_attention_shareable(size: int, model: Any) -> None:
-    """Raise UserError if a model's attention cannot be divided among `size` ranks; meta tensors suffice."""
+    """Raise UserError if attention cannot be divided among `size` ranks. The model may be on the meta device."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
@@ -237,8 +237,8 @@ def varlen_attention(
     Document i consists of tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation),
     transformers' sdpa runs. With a `sliding_window` of W tokens, a query attends to itself and the W - 1 tokens before.
 
-    If documents share a prompt, document i attends to key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen.
-    The last of these keys belong to the document's own tokens.
+    If documents share a prompt, document i attends to keys key_index[key_seqlens[i]:key_seqlens[i+1]] (at most
+    max_seqlen). The last of these keys belong to the document's own tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

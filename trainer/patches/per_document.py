@@ -34,7 +34,7 @@ class DocumentLayout:
     """Locates the documents in a micro-batch [B, L], and groups them into batches."""
 
     def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
-        """Find on the host where positions restart, which separates documents; `move` copies indices to the device.
+        """Find the documents on the host, from positions that restart; `move` copies indices to the device.
 
         Documents of similar length are computed together, with at most half of the tokens as padding. With
         `one_call`, all are computed together: if calls gather weights, every rank must make the same number of calls.
