@@ -1,4 +1,4 @@
-"""Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and plain torch references."""
+"""Fused LoRA operators: CUDA kernels built by DeepSpeed's op builder, and plain-torch reference implementations."""
 
 from ops import elementwise, groups
 from ops.backend import check_requested, get_loaded_backend, load_backend, predict_backend

@@ -22,9 +22,9 @@ _library: torch.library.Library | None = None
 
 
 def load_backend(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
-    """Register the operators for CUDA tensors, once per process; `auto` uses the kernels if they can be built.
+    """Register the operators for CUDA tensors, once per process; `auto` selects the kernels if they can be built.
 
-    Raises ValueError if `cuda` was requested and cannot be built or loaded, or if another backend is loaded.
+    Raises ValueError if `cuda` is unavailable, if a build fails unexpectedly, or if another backend is loaded.
     """
     global _loaded
     if backend not in ("auto", "cuda", "reference"):
@@ -54,7 +54,7 @@ def load_backend(backend: Literal["auto", "cuda", "reference"] = "auto", verbose
 
 
 def predict_backend(backend: Literal["auto", "cuda"]) -> str:
-    """Return the name of the backend that `load_backend` will choose, assuming that builds succeed; builds nothing."""
+    """Return the name of the backend that `load_backend` would choose if the build succeeds, without building."""
     if _loaded is not None:
         return _loaded.name
     from ops.builder import LoraOpBuilder
@@ -65,7 +65,7 @@ def predict_backend(backend: Literal["auto", "cuda"]) -> str:
 
 
 def check_requested() -> None:
-    """Raise ValueError if the kernels can neither be found nor built; builds nothing."""
+    """Check, without building, that the kernels can be found or built. Raises ValueError if not."""
     from ops.builder import LoraOpBuilder
 
     builder = LoraOpBuilder()
@@ -84,6 +84,6 @@ def _use_reference(reason: str) -> Backend:
 
 def _implement(functions: Mapping[str, Callable[..., Any]]) -> None:
     global _library
-    _library = torch.library.Library("zerolora", "IMPL")  # registrations are undone when it is collected
+    _library = torch.library.Library("zerolora", "IMPL")  # its garbage collection would undo the registrations
     for name, function in functions.items():
         _library.impl(name, function, "CUDA")

@@ -1,7 +1,7 @@
 """Build the CUDA operators through DeepSpeed's op builder, and list them with DeepSpeed's own.
 
     python -m ops.builder list                        DeepSpeed's operators and ours: compatible, installed
-    python -m ops.builder build [--clean] [--verbose] compile ahead of time, not when ranks start
+    python -m ops.builder build [--clean] [--verbose] compile ahead of time instead of at startup
     python -m ops.builder build --arch 9.0 --into DIR compile into a folder shared by all users of one or more nodes
     ZEROLORA_BUILD_OPS=1 pip install -e .             compile during installation
 
@@ -85,7 +85,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return True
 
     def check(self) -> tuple[int, int]:
-        """Return the toolkit's version; raises BuildError if the operators cannot be built or run."""
+        """Return the toolkit's version. Raises BuildError if the operators cannot be built or run."""
         if torch.version.cuda is None:
             raise BuildError(
                 f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch, or set"
@@ -99,9 +99,9 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return toolkit
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Import the build that `find` returns, or compile one into the cache; return its module.
+        """Load the build that `find` returns, or compile one into the cache, and return its module.
 
-        Raises BuildError if it cannot be built or loaded.
+        Raises BuildError if the operators cannot be built or loaded.
         """
         loaded_modules: dict[str, ModuleType] = get_private(deepspeed_builder.OpBuilder, "_loaded_ops")
         if self.NAME not in loaded_modules:
@@ -120,10 +120,10 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return loaded_modules[self.NAME]
 
     def build_into(self, folder: Path, verbose: bool = False, clean: bool = False) -> tuple[Path, ModuleType]:
-        """Compile into a folder unless it has this build; return the library and its module.
+        """Compile into `folder` unless it already contains this build; return the library's path and its module.
 
-        Uses this builder's architectures, by default all that the toolkit supports; no GPU is needed. The build is
-        renamed into place, so other processes never see it incomplete. Raises BuildError if compiling fails.
+        Compiles for this builder's architectures, by default those of `list_architectures`; no GPU is needed. The build
+        is renamed into place, so other processes never see it incomplete. Raises BuildError if compiling fails.
         """
         toolkit = self.check()
         self._architectures = self._architectures or list_architectures(toolkit)
@@ -141,10 +141,10 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
                 return build.install(Path(staging, f"{self.NAME}.so"), folder), module
 
     def find(self) -> Path | None:
-        """Return the library of a build for these sources, Python and torch, or None.
+        """Return the path of a library built from these sources for this Python and torch; None if there is none.
 
-        Uses this builder's architectures or, if a CUDA context exists, the node's: creating a context here would break
-        forked workers.
+        The library must support this builder's architectures or, if a CUDA context already exists, the node's GPUs.
+        Creating a context here would break forked workers.
         """
         cards = self._architectures
         if cards is None:
@@ -156,7 +156,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return hashlib.sha256(content).hexdigest()[:12]
 
     def _read_versions(self) -> tuple[str, str, str]:
-        """Return the versions of torch and its CUDA, and Python's version with the machine type."""
+        """Return torch's version, its CUDA version, and Python's version with the machine type."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
         return torch.__version__, str(torch.version.cuda), python
 
@@ -200,7 +200,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
 
 
 def register() -> LoraOpBuilder:
-    """Add our builder to DeepSpeed's table, for its report."""
+    """Add our builder to the table that DeepSpeed's report lists, and return the builder."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     builder = LoraOpBuilder()
@@ -209,7 +209,7 @@ def register() -> LoraOpBuilder:
 
 
 def get_private(owner: object, name: str) -> Any:
-    """Return a private attribute of DeepSpeed; raises BuildError if it is missing."""
+    """Return a private attribute of DeepSpeed. Raises BuildError if it is missing."""
     try:
         return getattr(owner, name)
     except AttributeError:

@@ -1,7 +1,7 @@
-"""Define operators, and the autograd formula that the LoRA operators of all storage formats share.
+"""Define operators, and the autograd formula shared by the LoRA operators for all storage formats.
 
 NAME_forward takes `x`, `biases`, `downs`, `ups`, `seed` and the frozen weights, and returns the outputs and h.
-NAME_backward takes the same arguments without `biases`, and `grads`, `h`, `need_x`, `need_down`, `need_up`.
+NAME_backward takes the same arguments except `biases`, plus `grads`, `h`, `need_x`, `need_down`, `need_up`.
 """
 
 from collections import namedtuple
@@ -24,9 +24,9 @@ def define(
     fake: Callable[..., Any] | None = None,
     devices: str | tuple[str, ...] = "cpu",
 ) -> Any:
-    """Define zerolora::NAME by the schema `NAME(...) -> ...` with its plain-torch implementation, and return it.
+    """Define and return zerolora::NAME with the schema `NAME(...) -> ...` and its plain-torch implementation.
 
-    `fake` computes the shapes of the results. Only CPU-only implementations are added to REFERENCE.
+    `fake` returns empty results of the right shapes. Only CPU-only implementations are added to REFERENCE.
     """
     name, _, signature = schema.partition("(")
     tags = (torch.Tag.pt2_compliant_tag,) if fake is not None else ()
@@ -40,9 +40,9 @@ def define(
 
 
 def register_backward(name: str) -> tuple[Any, Any]:
-    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return the types of their arguments.
+    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return their argument types.
 
-    Tensors are saved exactly as they were passed, so that ZeRO-3 may free a Parameter between the passes.
+    Tensors are saved exactly as they were passed, so that ZeRO-3 can free a Parameter between the passes.
     """
     operator = getattr(torch.ops.zerolora, f"{name}_backward")
     schemas = [getattr(torch.ops.zerolora, f"{name}_{which}").default._schema for which in ("forward", "backward")]

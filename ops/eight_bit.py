@@ -1,14 +1,14 @@
-"""LoRA operators on 8-bit base weights: frozen matmuls of 8-bit weights and inputs, adapters in a 16-bit type.
+"""LoRA operators for 8-bit base weights: frozen matmuls of 8-bit weights and inputs, adapters in a 16-bit type.
 
-Legend: T tokens (leading dimensions flattened), I in, O out, R rank. W_q[O,I] holds e4m3 (FP8, stored as uint8, so that
-no cast converts it as a float) or int8, v[O] one scale per row: W = v W_q. x is quantized per token.
+Legend: T tokens (leading dimensions flattened), I in, O out, R rank. W_q[O,I] e4m3 (FP8, stored as uint8 so that casts
+do not treat it as a float) or int8, v[O] one scale per row: W = v W_q. x is quantized per token.
 
     forward   y  = t (x_q W_q^T) v + h B^T + bias         (x_q, t)  = quantized rows of x
     backward  dX = u (g_q W_q) + m*(dh A)                 (g_q, u)  = quantized rows of v dY
 
 In dX the scale v varies along the summed dimension, so it is multiplied into dY before quantization. The projections of
-a group share u and one matmul over all their outputs. h, dh, dA and dB are computed from unquantized x and dY, and the
-same tensors are saved for the backward, as in ops/lora.py; x_q is freed when the call returns.
+a group share u and one matmul over all their outputs. h, dh, dA and dB are computed from unquantized x and dY. The
+tensors saved for the backward are the same as in ops/lora.py; x_q is freed when the call returns.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
 
 @dataclass(frozen=True)
 class EightBitWeight:
-    """Holds W_q[O,I] in uint8 (e4m3) or int8, and the scale v[O] of each row in float32."""
+    """A frozen weight: W_q[O,I] in uint8 (e4m3) or int8, and a float32 scale per row, v[O]."""
 
     values: Tensor
     row_scale: Tensor
@@ -36,7 +36,7 @@ class EightBitWeight:
 def reference_quantize_rows(
     parts: Sequence[Tensor], factors: Sequence[Tensor], storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the rows of the concatenated parts [T, O_i], each times its factors [O_i] if given, in plain torch."""
+    """Scale the parts [T, O_i] by factors [O_i] if given, concatenate them, and quantize the rows, in plain torch."""
     rows = [part.reshape(-1, part.shape[-1]).float() for part in parts]
     if factors:
         rows = [row * factor for row, factor in zip(rows, factors, strict=True)]
@@ -140,9 +140,9 @@ eight_bit_group = lora.FormatOperators(
 
 
 def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Quantize values[N,K] by the largest magnitude of each row to `kind`, fp8 or int8; return W_q[N,K], scale[N].
+    """Quantize values[N,K] to `kind`, fp8 or int8, with one scale per row; return W_q[N,K] and scale[N].
 
-    scale = max(largest / c, 2^-100) with c = 448 for fp8 (e4m3) and 127 for int8; a NaN makes its row's scale NaN.
+    scale = max(largest magnitude / c, 2^-100) with c = 448 for fp8 (e4m3) and 127 for int8; a NaN makes the scale NaN.
     """
     q, scale = torch.ops.zerolora.quantize_rows([values], [], STORAGE[kind])
     return q, scale

@@ -23,8 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     x [..., D], weight [D] of the same type. With offset 0 the normalized value is rounded to the type of x before it is
     multiplied by the weight, as in Llama; otherwise only the result is rounded, as in Gemma. Zhang and Sennrich 2019,
-    https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types that do not match, and in the backward pass
-    for a weight that requires a gradient.
+    https://arxiv.org/abs/1910.07467. Raises ValueError for mismatched shapes or types, and in the backward pass if the
+    weight requires a gradient.
     """
     return _NORM(x, weight, eps, offset)[0]
 
@@ -48,16 +48,16 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q and k by their positions: x cos + [-x2, x1] sin for the halves [x1, x2] of the first R elements.
 
-    q [B, H, T, D] and k [B, H', T, D] of any strides, cos and sin [B or 1, T, R], all of one type; elements past R pass
+    q [B, H, T, D] and k [B, H', T, D] of any strides, cos and sin [B or 1, T, R], all of one type; elements past R are
     unchanged. The results are stored as [B, T, H, D], the layout that attention reads. Su et al. 2021,
-    https://arxiv.org/abs/2104.09864. Raises ValueError for shapes and types that do not match.
+    https://arxiv.org/abs/2104.09864. Raises ValueError for mismatched shapes or types.
     """
     return _ROPE(q, k, cos, sin)
 
 
 @contextmanager
 def recompute_instead_of_saving(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
-    """Make operations in the context save `recompute` where they would save `result` for their backward.
+    """Make operations in the context save `recompute` instead of `result` for their backward.
 
     `recompute()` must return the same values, in any shape, from tensors that are saved anyway.
     """
@@ -140,7 +140,7 @@ def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool
 
 
 def _allocate_heads(x: Tensor) -> Tensor:
-    """Allocate [B, H, T, D] stored as [B, T, H, D]."""
+    """Allocate a tensor [B, H, T, D] stored as [B, T, H, D]."""
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 

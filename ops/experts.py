@@ -7,9 +7,9 @@ I intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E
       h_gu = s_gu (m*x_t) A_gu^T     u = x_t gate_up^T + bias + h_gu B_gu^T     a = f(u's gate) u's up
       h_d  = s_d (m*a) A_d^T         o = a down^T + bias + h_d B_d^T            y_t += w o
 
-The gradient of w needs no o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is a.g + dy.bias,
-and the gradient of a is w g. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d and the
-order of the rows. a is recomputed; nothing of size N x H is saved. Frozen weights have no gradient.
+The gradient of w does not need o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is a.g +
+dy.bias, and the gradient of a is w g. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d
+and the order of the rows. a is recomputed; nothing of size N x H is saved. Frozen weights get no gradient.
 
 Rows are sorted on the device and the counts stay there: no shape depends on the routing, and calls do not synchronize.
 The dropout mask of gate_up is drawn for a matrix [N,H] with row index t K + k, the mask of down for [N,I] with another
@@ -36,7 +36,7 @@ _FORM = "int[] shape, str[] form, float[] numbers, Tensor? seed"
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """One frozen matrix of every expert, [E, rows, cols], in its storage format.
+    """One frozen matrix per expert, [E, rows, cols], in its storage format.
 
     plain       (weight[E,rows,cols],)
     transposed  (weight[E,cols,rows],), as gpt-oss stores its 16-bit weights
@@ -57,7 +57,7 @@ class ExpertMatrix:
     block: int = 0
     nested_block: int = 0
     source: Tensor | None = None
-    """Buffer that all of `tensors` are views of. The backward saves the buffer instead of the views, because ZeRO-3 may
+    """Buffer of which all `tensors` are views. The backward saves the buffer instead of the views, because ZeRO-3 may
     free it after the forward and gather it again.
     """
 
@@ -73,7 +73,7 @@ class ExpertMatrix:
     def nf4(
         packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int = 0
     ) -> "ExpertMatrix":
-        """Wrap bitsandbytes NF4 weights of consecutive experts; raises ValueError if a block would cross experts."""
+        """Wrap bitsandbytes NF4 weights of consecutive experts. Raises ValueError if a block would cross experts."""
         if rows * cols % block:
             raise ValueError(
                 f"experts [{rows}, {cols}], NF4 blocks of {block}: a block must not cross experts; use smaller ones"
@@ -82,13 +82,13 @@ class ExpertMatrix:
 
     @staticmethod
     def mxfp4(blocks: Tensor, scales: Tensor) -> "ExpertMatrix":
-        """Wrap MXFP4 as stored in gpt-oss checkpoints: [E, rows, cols/32, 16] and [E, rows, cols/32]."""
+        """Wrap MXFP4 blocks [E, rows, cols/32, 16] and scales [E, rows, cols/32], as stored in gpt-oss checkpoints."""
         experts, rows, groups = scales.shape
         return ExpertMatrix("mxfp4", (blocks, scales), experts, rows, groups * 32)
 
     @staticmethod
     def from_8bit(values: Tensor, scales: Tensor, block: Sequence[int] | None = None) -> "ExpertMatrix":
-        """Wrap FP8 or int8 values with a scale for each row, or each block of (rows, columns)."""
+        """Wrap FP8 or int8 values with a scale per row or, if `block` is given, per block of (rows, columns)."""
         experts, rows, cols = values.shape
         high, wide = block or (0, 0)
         return ExpertMatrix("eight_bit", (values, scales), experts, rows, cols, high, wide)
@@ -100,7 +100,7 @@ class ExpertMatrix:
         return ExpertMatrix("fp4" if floats else "int4", tuple(sections), experts, rows, 2 * half)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return [E, rows, cols] in `dtype`; a view if the weights are stored transposed."""
+        """Return the weights [E, rows, cols] in `dtype`; with `transposed` storage, as a view."""
         shape = [self.experts, self.rows, self.cols, self.block, self.nested_block]
         return experts_plain.build_dense_weight(self.tensors, self.storage, shape, dtype)
 
@@ -125,7 +125,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """LoRA factors; both are None for a matrix without an adapter. B_gu has its rows in gate_up's order."""
+    """LoRA factors, None for a matrix without an adapter. The rows of B_gu are in gate_up's order."""
 
     gate_up_down: Tensor | None = None  # A_gu [E, R, H]
     gate_up_up: Tensor | None = None  # B_gu [E, 2I, R]
@@ -143,7 +143,7 @@ def experts_mlp(
     weights: ExpertWeights,
     adapter: ExpertAdapter | None = None,
 ) -> Tensor:
-    """Return y[T,H], the weighted sum of the experts' outputs (formulas: the module's docstring).
+    """Return y[T,H], the weighted sum of the experts' outputs (formulas: module docstring).
 
     hidden [T,H], top_k_index [T,K] of experts 0 to E - 1 (other values contribute nothing), top_k_weights [T,K].
     Differentiable in hidden, top_k_weights and the adapter's factors.

@@ -2,8 +2,8 @@
 
 Symbols and formulas: ops/experts.py. Calls do not synchronize with the device for bf16 on compute capability 9.0 and
 10.0 (torch's grouped matmul has a kernel) and fp16 on 9.0 (only our kernel is used). Otherwise torch multiplies expert
-by expert and reads the counts from the device. So does plain torch, used for fp32, widths that are not multiples of 8,
-and GPUs older than Ampere.
+by expert and reads the counts from the device. The plain-torch code for fp32, for widths that are not multiples of 8,
+and for GPUs older than Ampere does the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ for _schema in (
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
 USE_PRODUCT_KERNEL = True
-"""Whether Hopper uses our matmul kernel with an adapter; without an adapter, torch's matmul is as fast."""
+"""Whether Hopper GPUs use our matmul kernel for experts with an adapter; without one, torch's is as fast."""
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -53,7 +53,7 @@ def is_supported(x: Tensor, shape: Sequence[int]) -> bool:
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the weight as [E, rows, cols]. A dequantized weight is freed after its matmul."""
+    """Return the weight as [E, rows, cols], dequantized if necessary."""
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
         experts_plain.check_packed(tensors[0], E, rows, cols)
@@ -66,7 +66,7 @@ def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[
 
 
 def _pad_factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return A[E,R,D] and B[E,O,R] in the type of x, R padded with zeros to a multiple of 16."""
+    """Return A[E,R,D] and B[E,O,R] in `dtype`, with R padded with zeros to a multiple of 16."""
     if not factors:
         return None, None
     down, up = (factor.to(dtype) for factor in factors)
@@ -77,12 +77,12 @@ def _pad_factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor 
 
 
 def _swap_dims(factor: Tensor | None) -> Tensor | None:
-    """Transpose [E,R,D] to [E,D,R] or the reverse: the kernels read ranks or columns contiguously."""
+    """Return [E,R,D] as contiguous [E,D,R], or the reverse, because the kernels read ranks or columns contiguously."""
     return None if factor is None else factor.transpose(1, 2).contiguous()
 
 
 def _select_fusable(p: Tensor | None) -> Tensor | None:
-    """Return p if its rank needs few enough registers to fuse the projection into the previous kernel, or None."""
+    """Return p if its rank is small enough to fuse the projection into the previous kernel; None otherwise."""
     return p if p is not None and p.shape[1] <= MAX_FUSED else None
 
 
@@ -110,7 +110,7 @@ class _Call:
         return build_dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
 
     def multiply(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
-        """Return rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R] of each row's expert; weight and q may be views."""
+        """Return rows[N,K] weight[E,K,D] + h[N,R] q^T with the weight and q[E,D,R] of each row's expert."""
         by_column = weight.stride(1) == 1
         if self.use_kernel and (h is not None or rows.dtype != torch.bfloat16):
             w = weight.transpose(1, 2) if by_column else weight
@@ -126,7 +126,7 @@ class _Call:
 def forward(  # type: ignore[no-untyped-def]
     x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ) -> tuple[Tensor, ...]:
-    """Compute `experts_forward`, in plain torch where the kernels do not support the inputs."""
+    """Compute `experts_forward`, in plain torch if the kernels do not support the inputs."""
     if not is_supported(x, shape) or index.numel() == 0:
         return experts_plain.forward(
             x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
@@ -169,7 +169,7 @@ def backward(  # type: ignore[no-untyped-def]
     g = call.multiply(dy, call.build_down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
-        # Per-token gradients take 1/8 of the memory of per-row ones and fit the L2 cache.
+        # Gradients per token need 1/K of the memory of gradients per row, and fit into the L2 cache.
         grad_b = _compute_factor_gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
     del dy
     p_gu = _swap_dims(call.b_gu)
@@ -193,7 +193,7 @@ def backward(  # type: ignore[no-untyped-def]
         ]
     grad_x = x.new_empty(0)
     if need_x:
-        fuse = call.a_gu is not None and call.p == 0.0  # a mask applies between the two products
+        fuse = call.a_gu is not None and call.p == 0.0  # a dropout mask is applied between the two products
         q = call.a_gu.transpose(1, 2) if call.a_gu is not None and fuse else None
         dx = call.multiply(du, call.build_gate_up(gate_up), dh_gu if fuse else None, q)
         if call.a_gu is not None and not fuse:
@@ -206,16 +206,16 @@ def backward(  # type: ignore[no-untyped-def]
 def _compute_factor_gradient(
     z: Tensor, v: Tensor, call: _Call, per_source: int, factor: Tensor, transposed: bool, seed: Tensor | None
 ) -> Tensor:
-    """Return the gradient of A[E,R,D], or of B[E,D,R] (transposed), in its own type."""
+    """Return the gradient of A[E,R,D] or, if `transposed`, of B[E,D,R], in the factor's dtype."""
     rank = factor.shape[2 if transposed else 1]
     p = call.p if seed is not None else 0.0
     return _ops.expert_gradient(z, v, *call.rows, per_source, rank, transposed, factor.dtype, p, seed)
 
 
 def _compute_bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
-    """Return the dot product of each (token, expert) pair's output gradient and its expert's bias, fp32 [N K].
+    """Return the dot product of each (token, expert) pair's output gradient and its expert's bias, fp32 [N].
 
-    Multiplies all tokens with all biases, then selects the pairs.
+    Computes the product for every token and expert, then selects the pairs.
     """
     row = torch.arange(order.numel(), device=order.device)
     expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs without an expert

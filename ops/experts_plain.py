@@ -12,7 +12,7 @@ from ops import reference
 
 
 def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return [E, rows, cols] from an `ExpertMatrix`'s tensors. `shape` is (E, rows, cols, block, nested_block)."""
+    """Return the weight [E, rows, cols] of an `ExpertMatrix`. `shape` is (E, rows, cols, block, nested_block)."""
     E, rows, cols, block, nested_block = shape
     if storage == "mxfp4":
         weight = reference.dequantize_mxfp4(tensors[0], tensors[1], dtype)
@@ -77,7 +77,7 @@ class _Rows:
 
 
 def _split_rows_by_expert(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
-    """Return the rows of each expert that has any; copies the counts to the host."""
+    """Return the rows of each expert that has any. Copies the counts to the host."""
     rows, begin = [], 0
     for e, end in enumerate(ends.tolist()):
         if end > begin:
@@ -97,7 +97,7 @@ def _apply_mask(x: Tensor, mask: Tensor | None, rows: _Rows) -> Tensor:
 
 
 def count_h_columns(factors: Sequence[Tensor]) -> int:
-    """Return the number of columns of h for a rank: the kernels multiply 16 ranks at a time."""
+    """Return the number of columns of h: the rank rounded up to a multiple of 16, as in the kernels."""
     return (factors[0].shape[1] + 15) // 16 * 16 if factors else 0
 
 

@@ -1,17 +1,17 @@
 """Adapted linear layer for quantization-aware training: the merged weight is quantized in every pass.
 
-Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups of a row that share a scale; x[T,I],
-W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q quantizes to integers times
-a scale.
+Legend: T tokens (leading dimensions flattened), I in, O out, R rank, G groups per row that share a scale; x[T,I],
+W[O,I] frozen, A[R,I] down, B[O,R] up, m = keep / (1 - p) the dropout mask. The argument Q returns integers and their
+scales.
 
     M  = W + s B A                                        (in fp32)
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)
     dB = s dY^T ((m*x) A^T)                               dA = s (dY B)^T (m*x)
 
-The derivative of Q is taken to be 1 (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432), as for
-scales that clip no weight, so dM = dY^T x is never formed. The effect of dropout is added separately with a mean of 0
-over masks, so the quantized weight is the one to be served. Only x and the parameters are saved for the backward;
-Q(M) and the mask are recomputed.
+Q is treated as the identity in the backward pass (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432).
+The scales never clip a weight, so no clipping mask is needed, and dM = dY^T x is never formed. The effect of dropout is
+added separately, with a mean of 0 over masks, so the quantized weight is the one that will be served. Only x and the
+parameters are saved for the backward; Q(M) and the mask are recomputed.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""M[n,I] in fp32 -> integers [n,I] in int8, and their scales [n,G] in fp32."""
+"""Function from M[n,I] in fp32 to int8 integers [n,I] and their fp32 scales [n,G]."""
 ELEMENTS_AT_ONCE = 1 << 23
-"""Limit on the elements of a weight that are rounded at once: their fp32 copies take several times the memory."""
+"""Maximum number of weight elements quantized at once: their fp32 copies need several times the memory."""
 
 
 def quantize_merged(
@@ -52,7 +52,7 @@ def fake_quantize(weight: Tensor, down: Tensor, up: Tensor, scale: float, quanti
 def _quantize_rows(
     weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield quantized row blocks, the same in every pass, because the rounding of sums can depend on shapes."""
+    """Yield (rows, integers, scales) for the same row blocks in every pass, as rounding can depend on shapes."""
     count = max(1, ELEMENTS_AT_ONCE // weight.shape[1])
     weight, up, down_RI = weight.detach(), up.detach(), down.detach().float()
     for begin in range(0, len(weight), count):
@@ -121,7 +121,7 @@ def fake_quantize_linear(
     """Compute y[..., O] = x Q(W + s B A)^T + bias + s ((m - 1)*x) A^T B^T for x[..., I] in the type of W.
 
     The mask's seed is drawn on the CPU, so recomputation repeats the mask. Differentiable in x, bias, A and B.
-    Raises ValueError in the backward pass if W itself needs a gradient.
+    Raises ValueError in the backward pass if W itself requires a gradient.
     """
     seed = int(torch.randint(0, 2**62, (), device="cpu")) if dropout else 0
     return _FakeQuantizedLinear.apply(x, weight, bias, down, up, scale, quantize, dropout, seed)

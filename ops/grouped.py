@@ -1,8 +1,8 @@
-"""LoRA operators on 4-bit base weights with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
+"""LoRA operators for 4-bit base weights with a scale per group of columns: GPTQ, AWQ, W4A16 integers and NVFP4.
 
 All parts of a weight are in one byte buffer, so that moving the Parameter moves the complete weight. Weights are
-dequantized for each matmul, as in ops/scaled.py. The backward saves the buffer itself, which ZeRO-3 may free and
-gather before the backward pass. Formulas: `reference.dequantize_groups`.
+dequantized for each matmul, as in ops/scaled.py. The buffer itself is saved for the backward, so that ZeRO-3 can
+free it and gather it again. Formulas: `reference.dequantize_groups`.
 """
 
 from functools import partial
@@ -21,11 +21,11 @@ ALIGNMENT = 256
 
 
 class GroupedLayout(NamedTuple):
-    """Layout of one 4-bit matrix [rows, cols] in a buffer, or of `experts` of them.
+    """Layout of one 4-bit matrix [rows, cols], or of `experts` such matrices, in a byte buffer.
 
-    `group` columns share a scale of type SCALES[scale]. Flags are 0 or 1: codes are E2M1 numbers (`floats`) or unsigned
-    integers; groups have a zero point (`zeros`), otherwise it is 8; scales have a divisor per row (`divided`); the
-    columns of a group are not adjacent (`ordered`: GPTQ's act-order).
+    `group` columns share a scale of type SCALES[scale]. The other fields are flags (0 or 1): codes are E2M1 numbers
+    instead of unsigned integers (`floats`); groups have a zero point, which is otherwise 8 (`zeros`); scales have a
+    divisor per row (`divided`); the columns of a group are not adjacent (`ordered`: GPTQ's act-order).
     """
 
     experts: int
@@ -39,7 +39,7 @@ class GroupedLayout(NamedTuple):
     ordered: int = 0
 
     def sections(self) -> Sections:
-        """Return the shape and type of each part, in the order of `reference.dequantize_groups`."""
+        """Return the shape and type of each part, in the order that `reference.dequantize_groups` expects."""
         matrices, groups = (self.experts,) if self.experts else (), -(-self.cols // self.group)
         return {
             "codes": ((*matrices, self.rows, self.cols // 2), torch.uint8),
@@ -56,7 +56,7 @@ class GroupedLayout(NamedTuple):
 
 
 def place_sections(sections: Sections) -> tuple[dict[str, int], int]:
-    """Return the start of each section in bytes, and the total size."""
+    """Return the byte offset of each section, and the total size."""
     begins, end = {}, 0
     for name, (shape, dtype) in sections.items():
         begins[name] = end

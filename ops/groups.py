@@ -19,7 +19,7 @@ _Call = tuple[str, tuple[Any, ...]]
 
 
 def _record_calls(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[_Call]:
-    """Return the calls of `modules` (by qualified name), in order, while `forward()` runs once without gradients."""
+    """Run `forward()` once without gradients, and return the calls to `modules` (by qualified name) in order."""
     calls: list[_Call] = []
     inputs: list[Tensor] = []  # kept alive, because a freed address may be reused
 
@@ -45,7 +45,7 @@ def _record_calls(modules: Mapping[str, nn.Module], forward: Callable[[], object
 def find_groups(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> list[tuple[str, ...]]:
     """Return the names of `modules` in groups; a module that does not share its input is a group of one.
 
-    `modules` maps qualified names to the adapted linears of a model; `forward` runs the model once on any batch.
+    `modules` maps qualified names to the adapted linear layers of a model; `forward` runs the model once on any batch.
     """
     calls = _record_calls(modules, forward)
     call_counts = Counter(name for name, _ in calls)

@@ -2,7 +2,7 @@
 
 Also the divergence between an adapted model and its base model, which share a head.
 
-Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk, N trained rows. The head is frozen
+Legend: K tokens with a target, H hidden size, V vocabulary, C tokens per chunk, N trained rows. The head is frozen
 except for a few rows (new tokens). The gradients dh = g W and dW = g^T h with g = softmax(h W^T) - onehot(target) are
 computed in the forward pass, chunk by chunk, while the logits of the chunk are in memory (as in Liger's fused linear
 cross-entropy, but without synchronizing with the device). Peak memory beyond h and dh: C V elements instead of K V in
@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOGITS_AT_ONCE = 2**27
-"""Elements of a chunk's logits: 256 MiB in a 16-bit type, and 1,024 tokens of a vocabulary of 128,256."""
+"""Maximum number of logits in a chunk: 256 MiB in a 16-bit type, or 1,046 tokens for a vocabulary of 128,256."""
 FP16_SCALE = 256.0
-"""Scale of gradients stored in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 do not underflow.
+"""Scale for gradients stored in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 do not underflow.
 The head's weights may be at most 127, since |dh| <= 2 max |W|."""
 NARROWED_AT_ONCE = 2**24
-"""Elements of fp16 gradients that are multiplied in fp32 at once."""
+"""Number of fp16 gradient elements that are multiplied in fp32 at once."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
-"""Rows of `measure_tokens` for p of the model and q of the base model: -ln p(target), the entropy of p, ln sum p^2,
--ln q(target) and KL(p || q)."""
+"""Rows returned by `measure_tokens`, with p from the model and q from the base model: -ln p(target), the entropy of p,
+ln sum p^2, -ln q(target) and KL(p || q)."""
 ROWS_AT_ONCE = 4096
-"""Rows of gradients that are weighted in fp32 at once."""
+"""Number of gradient rows that are weighted in fp32 at once."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainedRows:
 
 
 EAFT_TOKENS, EAFT_NATS = 20, 3.0
-"""Number of tokens in EAFT's entropy, and its maximum ln 20, rounded as in LLaMA-Factory."""
+"""Number of tokens in EAFT's entropy, and the entropy's maximum, ln 20, rounded as in LLaMA-Factory."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class LossKind:
     """The loss of a token with probability p, where sg stops the gradient and a is the `parameter`.
 
     nll: -ln p. dft: -sg(p) ln p (arXiv:2508.05629). eaft: -sg((H / 3)^a) ln p, with H the entropy in nats of the 20
-    most probable tokens among themselves (LLaMA-Factory 0.9.5). focal: -(1 - p)^a ln p (arXiv:1708.02002).
-    label_smoothing: (1 - a) times -ln p plus a times the mean of -ln over all tokens (torch's cross_entropy).
+    most probable tokens, renormalized (LLaMA-Factory 0.9.5). focal: -(1 - p)^a ln p (arXiv:1708.02002).
+    label_smoothing: (1 - a) times -ln p plus a times the mean -ln p of all tokens (torch's cross_entropy).
     """
 
     name: str = "nll"
@@ -56,11 +56,11 @@ class LossKind:
 
     @property
     def smoothing(self) -> float:
-        """Fraction of the target's weight that is distributed over all tokens."""
+        """Fraction of the target's weight that is distributed over the vocabulary."""
         return self.parameter if self.name == "label_smoothing" else 0.0
 
     def summarize_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
-        """Compute the statistic of the logits [C] that `weigh` needs. Return None if it needs none."""
+        """Return the statistic of the logits [C] that `weigh` needs; None if it needs none."""
         if self.name == "eaft":
             top = logits_CV.topk(min(EAFT_TOKENS, logits_CV.shape[1])).values.float()
             return torch.special.entr(top.softmax(1)).sum(1).div_(EAFT_NATS).pow_(self.parameter)
@@ -70,7 +70,7 @@ class LossKind:
         return None
 
     def weigh(self, nll: Tensor, statistic: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the losses of tokens [C], and their derivatives with respect to `nll`."""
+        """Return the losses [C], and their derivatives with respect to `nll`."""
         p = torch.exp(-nll)
         if self.name == "dft":
             return p * nll, p
@@ -99,11 +99,9 @@ def sum_token_losses(
 ) -> Tensor:
     """Return sum_k w_k loss(p_k), with p_k = softmax(factor h_k W^T)[targets_k].
 
-    Differentiable in `hidden` and `rows.values`.
-
-    hidden [K, H], weight [V, H] frozen, targets [K], w = `token_weights` [K] fp32 (None: 1); a row with a negative
-    target is ignored. The loss of `kind` is in nats, fp32. Raises ValueError for shapes that do not match and for a
-    weight that requires a gradient.
+    hidden [K, H], weight [V, H] frozen, targets [K], w = `token_weights` [K] fp32 (None: 1); rows with a negative
+    target are ignored. The loss of `kind` is in nats, fp32; differentiable in `hidden` and `rows.values`. Raises
+    ValueError for mismatched shapes, or if the weight requires a gradient.
     """
     two_d = hidden.dim() == 2 and weight.dim() == 2
     if not two_d or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
@@ -123,7 +121,7 @@ def sum_token_losses(
 def sum_token_losses_from_logits(
     logits_KV: Tensor, targets: Tensor, kind: LossKind = NLL, token_weights: Tensor | None = None
 ) -> Tensor:
-    """Compute `sum_token_losses` from all logits, differentiable in them."""
+    """Compute `sum_token_losses` from all logits; differentiable in the logits."""
     nll = F.cross_entropy(
         logits_KV.float(), targets.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=kind.smoothing
     )
@@ -144,7 +142,7 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return every token's MEASURES in nats, fp32 [5, K]. Without `base_hidden` [K, H], the base model's are 0.
+    """Return every token's MEASURES in nats, fp32 [5, K]. Without `base_hidden` [K, H], those of the base model are 0.
 
     The other arguments are as in `sum_token_losses`, with targets of at least 0. Only LOSS is differentiable, in
     `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
@@ -291,7 +289,7 @@ def sum_divergences(
 
     hidden, base_hidden [K, H], weight [V, H]; weight and base_hidden are frozen, and q is computed without the trained
     `rows`. The gradients, with g = p (ln p - ln q - KL), are computed chunk by chunk in the forward pass, as in
-    `sum_token_losses`. Raises ValueError for shapes that do not match.
+    `sum_token_losses`. Raises ValueError for mismatched shapes, or if a frozen tensor requires a gradient.
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(
@@ -361,7 +359,7 @@ def _scale_gradient(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
 def _compute_chunk(
     kind: LossKind, logits_CV: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, scale: float | None
 ) -> None:
-    """Write the rows' weighted losses. Unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write each row's weighted loss. Unless `scale` is None, overwrite the logits with their scaled gradient."""
     statistic = kind.summarize_logits(logits_CV, targets)
     if logits_CV.device.type == "cuda":
         from ops.head_kernel import cross_entropy_rows  # only torch's CUDA builds include triton
@@ -385,7 +383,7 @@ def _compute_chunk(
 
 
 def _compute_cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    """Write the losses of the rows. Unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write each row's loss. Unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
     chosen, counted = targets.clamp(min=0)[:, None], targets >= 0
     losses.copy_(-log_probabilities.gather(1, chosen).squeeze(1)).masked_fill_(~counted, 0.0)
@@ -396,7 +394,7 @@ def _compute_cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: 
 
 
 def _compute_divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    """Write the divergences of the rows. Unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write each row's divergence. Unless `scale` is None, overwrite the logits with their scaled gradient."""
     log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
     difference_CV = log_p_CV - torch.log_softmax(base_CV.float(), dim=1)
     p_CV = log_p_CV.exp_()

@@ -2,11 +2,11 @@
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. Formulas: ops/reference.py. One linear layer
 is a group of one. The operators are functional: they change no input, and no output shares memory with an input. If
-`lora_forward` gets the h of an earlier `lora_project`, it returns an empty h.
+`lora_forward` is passed the h of an earlier `lora_project`, it returns an empty h.
 
-Saved for the backward: x, the parameters themselves and h[T, sum of R]. Nothing of size T x O, no mask (it is
-regenerated from `seed`), and no view of a weight, because ZeRO-3 frees a weight after the forward and gathers it into
-the same Parameter before the backward.
+Saved for the backward: x, the parameters themselves and h[T, sum of R]. Not saved: tensors of size T x O, the mask
+(regenerated from `seed`) and views of weights, because ZeRO-3 frees a weight after the forward and gathers it into the
+same Parameter before the backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ MAX_GROUP = 16
 
 
 def round_up_rank(rank: int) -> int:
-    """Round a rank up to a multiple of 8, the columns of h for one projection: the kernels load 16 bytes at a time."""
+    """Round a rank up to a multiple of 8, the width of h for one projection (kernels load 16 bytes at a time)."""
     return (rank + 7) // 8 * 8
 
 
@@ -69,7 +69,7 @@ def check_adapters(
 
 
 def check_h(x: Tensor, downs: Sequence[Tensor], h: Tensor) -> None:
-    """Raise ValueError unless h has the shape and type of `lora_project`'s result for x and these A."""
+    """Raise ValueError unless h has the shape and type of `lora_project`'s result for x and `downs`."""
     expected = x.numel() // x.shape[-1], sum(round_up_rank(down.shape[0]) for down in downs)
     if tuple(h.shape) != expected or h.dtype != x.dtype or h.device != x.device:
         raise ValueError(
@@ -101,7 +101,7 @@ def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
 def reference_project(
     x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
 ) -> Tensor:
-    """Compute the group's concatenated h in plain torch, each projection in `round_up_rank(R)` columns."""
+    """Compute the group's concatenated h in plain torch, with `round_up_rank(R)` columns per projection."""
     check_downs(x, downs, scales, p)
     x_TI = x.reshape(-1, x.shape[-1])
     mask = draw_mask(x, p, seed)
@@ -126,7 +126,7 @@ def add_adapters(
         y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(x.dtype).to(y_TO.dtype).t()
         if biases:
             y_TO = y_TO + biases[i].to(y_TO.dtype)
-        # Hide the view from autograd, which forbids Falcon's in-place changes of views among several outputs.
+        # Hide the view from autograd, which forbids in-place changes (Falcon) to a view that is one of several outputs.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(x.dtype), [*x.shape[:-1], len(up)]))
         begin += round_up_rank(up.shape[1])
     return ys
@@ -151,7 +151,7 @@ def compute_adapter_gradients(
     scales: Sequence[float],
     mask: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of all A and B, and add x's gradient to `grad_x` [T, I]; a weight of None adds nothing."""
+    """Return the gradients of all A and B, and add x's gradient to `grad_x` [T, I], omitting weights that are None."""
     x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
     for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
         grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]
@@ -173,10 +173,10 @@ def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p:
 class FormatOperators:
     """Defines zerolora::NAME_forward and NAME_backward for one storage format of the frozen weights.
 
-    `weights` declares the frozen weights in the schemas; `pack` returns them as arguments for x and a list of weights.
-    The others get the operators' arguments as attributes: `outs` returns the number of outputs of each weight, `check`
-    raises ValueError, `forward` also gets h and returns the outputs, `backward` returns the gradients of x, all A and
-    all B.
+    `weights` declares the frozen weights in the schemas; `pack` converts a list of weights to these arguments. The
+    other functions receive an object with the operator's arguments as attributes: `outs` returns each weight's number
+    of outputs, `check` raises ValueError for invalid arguments, `forward` is also passed h and returns the outputs, and
+    `backward` returns the gradients of x, all A and all B.
     """
 
     def __init__(
@@ -217,11 +217,11 @@ class FormatOperators:
     ) -> list[Tensor]:
         """Compute y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for projections i that read the same x.
 
-        x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout the projections share one mask m.
+        x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; with dropout, the projections share one mask m.
         Raises ValueError for mismatched shapes, types or devices, for weights that are not gathered, and for an
         unsupported rank or dropout.
         """
-        # The operator checks everything else, so that CUDA calls need no Python time for it.
+        # The operator checks everything else, so that CUDA calls spend no time on it in Python.
         stored, filled = self._pack(x, weights), fill_biases(x, biases, ups)
         ys: list[Tensor]
         ys, _ = self._operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
@@ -292,5 +292,5 @@ def fill_biases(x: Tensor, biases: Sequence[Tensor | None], ups: Sequence[Tensor
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Compute y = x W^T + bias + s (m*x) A^T B^T for one linear; see `lora_group`."""
+    """Compute y = x W^T + bias + s (m*x) A^T B^T for one linear layer; see `lora_group`."""
     return lora_group(x, [weight], [bias], [down], [up], [scale], dropout)[0]

@@ -1,8 +1,8 @@
-"""Add several adapters to the output of a frozen matmul, each for some of the tokens, which are sorted by adapter.
+"""Add several adapters' outputs to the output of a frozen matmul; tokens are sorted by adapter.
 
-Legend: P adapters of a bundle, T tokens of each, I in, O out, R rank; the matmuls of a bundle are batched. Formulas as
-in ops/reference.py, for each adapter on its rows. No matmul mixes the rows of two adapters, so a NaN in one of them
-does not spread (0 * NaN is NaN).
+Legend: P adapters per bundle, T tokens per adapter, I in, O out, R rank. The matmuls of a bundle are batched. Formulas:
+ops/reference.py, for each adapter and its rows. No matmul mixes the rows of two adapters, so a NaN in one adapter does
+not spread to another (0 * NaN is NaN).
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 Pending = list[tuple["Bundle", Tensor, Tensor]]
-"""(bundle, gradient of h, A) of matmuls not yet added to the gradient of x."""
+"""Tuples (bundle, gradient of h, A), with products not yet added to the gradient of x."""
 
 
 @dataclass(frozen=True)
 class Bundle:
     """`count` adapters with adjacent rows [start, end) of the flattened tokens; they differ only in their factors.
 
-    All have the same number of tokens, `layers` and `scales`. With dropout, a bundle has one adapter.
+    All have the same number of tokens, `layers` and `scales`. With dropout, a bundle has only one adapter.
     """
 
     start: int
@@ -137,7 +137,7 @@ class _AddAdapters(torch.autograd.Function):
 
 
 def _walk(bundles: Sequence[Bundle], factors: Sequence[Tensor]) -> list[tuple[Bundle, int, float, Tensor, Tensor]]:
-    """Return (bundle, layer, scale, A, B) of each layer of each bundle."""
+    """Return (bundle, layer, scale, A, B) for each layer of each bundle."""
     pairs = [
         (bundle, layer, scale) for bundle in bundles for layer, scale in zip(bundle.layers, bundle.scales, strict=True)
     ]

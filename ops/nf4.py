@@ -1,4 +1,4 @@
-"""LoRA operators on 4-bit base weights: each packed NF4 weight is dequantized only for its matmul.
+"""LoRA operators for 4-bit base weights: each packed NF4 weight is dequantized only for its matmul.
 
 A dequantized weight is never saved: its memory returns to torch's allocator once the matmul is queued, and the next
 call on the stream reuses it. In the backward, projections of at most 64 MiB in total are computed in one matmul. The
@@ -34,7 +34,7 @@ class Nf4Weight:
 
     @staticmethod
     def from_parameter(parameter: Any) -> "Nf4Weight":
-        """Wrap a quantized bitsandbytes `Params4bit`. Raises ValueError for another 4-bit format."""
+        """Wrap a quantized bitsandbytes `Params4bit`. Raises ValueError for other formats."""
         state = parameter.quant_state
         if state is None or state.quant_type != "nf4":
             problem = "not quantized yet" if state is None else f"quant_type={state.quant_type}"
@@ -58,7 +58,7 @@ def _dequantize(op: Any) -> list[Tensor]:
 
 
 def _pack_arguments(x: Tensor, weights: Sequence[Nf4Weight]) -> tuple[Any, ...]:
-    """Return the operator's arguments. Raises ValueError for weights that do not match x or one another."""
+    """Return the operator's arguments. Raises ValueError if weights do not match x or one another."""
     first = weights[0]
     for weight in weights:
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:

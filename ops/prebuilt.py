@@ -1,7 +1,7 @@
 """Find and install builds of the CUDA operators: in this package, in shared folders, and in torch's cache.
 
-`BuildIdentity` identifies a build. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. If the environment
-has ZEROLORA_OPS=DIR[:DIR...], a run uses a matching build instead of compiling, even without nvcc.
+`BuildIdentity` identifies a build. `zerolora ops build --arch 9.0 --into DIR` creates a shared one. If
+ZEROLORA_OPS=DIR[:DIR...] is set, a run uses a matching build from there instead of compiling, even without nvcc.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ class BuildIdentity:
     """Digest of ops/csrc."""
     torch: str
     cuda: str
-    """CUDA version of torch."""
+    """CUDA version that torch was built with."""
     python: str
-    """Version and machine type: "3.11-x86_64"."""
+    """Version and machine type, such as "3.11-x86_64"."""
     toolkit: str
     """Version of nvcc."""
     architectures: tuple[str, ...]
-    """nvcc's names: "90a"."""
+    """nvcc's names, such as "90a"."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class BuildIdentity:
         return library if library.is_file() and read_record(folder / self.name) == self else None
 
     def install(self, library: Path, folder: Path) -> Path:
-        """Copy a library into a shared folder atomically, readable by everyone; return its path there."""
+        """Copy a library into a shared folder atomically, readable by all users, and return its new path."""
         with create_temporary_folder(folder) as name:
             staging = Path(name)
             shutil.copyfile(library, staging / library.name)
@@ -63,7 +63,7 @@ class BuildIdentity:
 
 
 def read_record(folder: Path) -> BuildIdentity | None:
-    """Read the record of the build in a folder; return None if it is missing or invalid."""
+    """Return the record of the build in a folder; None if it is missing or invalid."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return BuildIdentity(**record | {"architectures": tuple(record["architectures"])})
@@ -72,9 +72,9 @@ def read_record(folder: Path) -> BuildIdentity | None:
 
 
 def find_build(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -> Path | None:
-    """Return a library for these sources, versions of torch, CUDA and Python, and architectures, or None.
+    """Return the path of a library for these sources, versions (torch, CUDA, Python) and architectures, or None.
 
-    Searches the package, then the folders of ZEROLORA_OPS, then the cache.
+    Searches the package, then the folders in ZEROLORA_OPS, then the cache.
     """
     shared = map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
     for folder in (IN_PACKAGE, *shared, get_cache_folder()):
@@ -88,13 +88,13 @@ def find_build(sources: str, versions: tuple[str, str, str], cards: Collection[s
 
 
 def create_temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Create a temporary folder inside `folder`; leaving its context deletes the folder unless it was renamed."""
+    """Create a temporary folder inside `folder`, deleted when its context exits unless it was renamed."""
     folder.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(prefix=".zerolora_lora-", dir=folder, ignore_cleanup_errors=True)
 
 
 def acquire_build_lock(path: Path) -> AbstractContextManager[object]:
-    """Wait for and acquire the lock of a build; the lock is released when the context or the process exits."""
+    """Acquire a build's lock, waiting if necessary; it is released when the context or the process exits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

@@ -1,4 +1,4 @@
-"""The passes of the LoRA kernels as separate operators, and the backward of one adapter without its frozen weight.
+"""The passes of the LoRA kernels as separate operators, and the backward pass of one adapter without its frozen weight.
 
 Legend: T tokens (leading dimensions), I in, O out, R rank; the backward recomputes h = s x A^T.
 """
@@ -38,7 +38,7 @@ def reference_adapter_backward_(
 def reference_rank_pass(
     z: Tensor, p: Tensor | None, v: Tensor | None, dropout: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return u = (m*z) p^T for p[R,D]; with v, u = (m*z) p for p[D,R] and g = v^T (m*z), as [D,R] if p is given."""
+    """Return u = (m*z) p^T for p[R,D]; if v is given, u = (m*z) p for p[D,R], and g = v^T (m*z), [D,R] with p."""
     mask = lora.draw_mask(z, dropout, seed)
     masked = z if mask is None else z * mask
     u = z.new_empty((0, v.shape[1] if v is not None else 0)) if p is None else masked @ (p.t() if v is None else p)
@@ -65,7 +65,7 @@ def reference_frozen_product(
 ) -> Tensor:
     """Return y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K].
 
-    With `forced`, a GPU uses our kernel; otherwise it chooses as the operators do.
+    On GPUs, `forced` selects our kernel; otherwise the implementation is chosen as in the operators.
     """
     y = h @ q.t()
     if bits is not None:
@@ -98,7 +98,7 @@ def lora_backward(
     """Return the gradients of y = s x A^T B^T: dX = s dY B A, dA = s (dY B)^T x, dB = s dY^T (x A^T).
 
     grad_output[..., O], x[..., I] with the same leading dimensions, lora_down A[R, I], lora_up B[O, R]; a gradient has
-    the shape of its tensor.
+    the same shape as its tensor.
     Raises ValueError for mismatched shapes, types or devices, and for an unsupported rank or scale.
     """
     if not math.isfinite(scale):

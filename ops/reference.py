@@ -1,4 +1,4 @@
-"""The arithmetic of LoRA in plain torch, on any device and type: the reference for the kernels.
+"""LoRA's arithmetic in plain torch, for any device and type: the reference for the kernels.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank; x[T,I], W[O,I] frozen, A[R,I] down, B[O,R] up,
 s = alpha / r (or alpha / sqrt(r)), m = keep / (1 - p) the dropout mask (1 where p = 0).
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PHILOX_ROUNDS = 7  # the fewest that pass BigCrush (Salmon et al., SC 2011, table 2); the kernels use the same
+PHILOX_ROUNDS = 7  # the fewest rounds that pass BigCrush (Salmon et al., SC 2011, table 2); the kernels use the same
 _MASK_32 = 0xFFFFFFFF
 
 
 def _draw_philox(key: int, counter: Tensor) -> list[Tensor]:
-    """Compute Philox4x32 of 64-bit counters; return four tensors of 32-bit numbers in int64."""
+    """Compute Philox4x32 for 64-bit counters; return four tensors of 32-bit numbers in int64."""
     c0, c1 = counter & _MASK_32, (counter >> 32) & _MASK_32
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = key & _MASK_32, (key >> 32) & _MASK_32
@@ -114,13 +114,13 @@ def dequantize_nf4(
 
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of E2M1, by the three low bits of a code."""
+"""E2M1 magnitudes, indexed by the three low bits of a code."""
 ELEMENTS_AT_ONCE = 1 << 22
-"""Values that `dequantize_groups` computes in fp32 at once, with 16 bytes each."""
+"""Number of values that `dequantize_groups` computes in fp32 at once, at 16 bytes each."""
 
 
 def dequantize_groups(groups: Sequence[Tensor], floats: int, group: int, dtype: torch.dtype) -> Tensor:
-    """Return W[..., O, I] of 4-bit codes with one scale per `group` columns of a row, rounded to `dtype` once.
+    """Return W[..., O, I] from 4-bit codes with one scale per `group` columns of a row, rounded to `dtype` once.
 
     `groups` is codes[..., O, I/2], two per byte, low bits first, scales[..., O, G], zeros[..., O, G] (or empty: 8),
     divisors[..., O, 1] of the scales and order[..., I], the group of each column (both may be empty):
@@ -151,7 +151,7 @@ def _dequantize_rows(parts: Sequence[Tensor], columns: Tensor, floats: int) -> T
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return W[..., O, I] of MXFP4 blocks[..., O, I/32, 16] and scales[..., O, I/32], uint8: value 2^(scale - 127).
+    """Return W[..., O, I] from MXFP4 blocks[..., O, I/32, 16] and scales[..., O, I/32], uint8: value 2^(scale - 127).
 
     Two E2M1 values per byte, the low nibble first (OCP Microscaling Formats 1.0, section 5.3).
     """
@@ -169,8 +169,8 @@ SMALLEST_SCALE = 2.0**-100
 def quantize_rows(values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (q[N,K], scale[N]) with values ~ scale q: the largest magnitude of a row becomes 448 (e4m3) or 127 (int8).
 
-    `storage` is uint8 for e4m3. Both round to nearest, ties to even. A row with a NaN or an infinity gives NaN in every
-    matmul.
+    `storage` is uint8 for e4m3. Both formats round to nearest, ties to even. A row with a NaN or an infinity gives NaN
+    in every matmul.
     """
     wide = values.float()
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
@@ -213,7 +213,7 @@ def dequantize_blocks(
 
 
 def _split_into_spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
-    """Return slices of elements and of their scales, and the block length, for full blocks and for a short last one."""
+    """Return (elements, scales, block length) for the full blocks and, if there is one, the short last block."""
     full = size // block
     spans = [
         (slice(0, full * block), slice(0, full), block),

@@ -1,7 +1,7 @@
-"""LoRA operators on 8-bit base weights that are dequantized for each matmul, which is computed in a 16-bit type.
+"""LoRA operators for 8-bit base weights that are dequantized for each matmul, which runs in a 16-bit type.
 
-Legend: T tokens, I in, O out, R rank. q[O,I] holds e4m3 (uint8) or int8 values, scales[ceil(O/b), ceil(I/c)] one
-float32 for each block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantized.
+Legend: T tokens, I in, O out, R rank. q[O,I] e4m3 (uint8) or int8 values, scales[ceil(O/b), ceil(I/c)] one float32 per
+block of b x c: W = scale q. Formulas: ops/reference.py with this W; inputs are not quantized.
 
 This path is for checkpoints with a scale per block (128 x 128 in DeepSeek-V3 and Qwen3-FP8), for which there is no
 8-bit matmul here, and for any 8-bit base model if exact matmuls are requested. A dequantized weight's memory returns to
@@ -23,7 +23,7 @@ from ops import lora, reference
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """Holds q[O,I] in uint8 (e4m3) or int8, and a float32 scale for each block of `block` = (rows, columns)."""
+    """A frozen weight: q[O,I] in uint8 (e4m3) or int8, and a float32 scale per block of `block` = (rows, columns)."""
 
     values: Tensor
     scales: Tensor
@@ -65,11 +65,11 @@ def build_dequantizing_group(
 ) -> lora.FormatOperators:
     """Return operators that compute `lora.lora_group` for weights that `dense` dequantizes one at a time.
 
-    `dense` gets the operators' arguments and the index of a weight; for the others see `lora.FormatOperators`.
+    `dense` receives the operator's arguments and the index of a weight. For `functions`, see `lora.FormatOperators`.
     """
 
     def split_by_weight(op: Any, h: Tensor) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-        """Yield the slice of the group, the dequantized weight, and the columns of h for each weight."""
+        """Yield each weight's slice of the group, the dequantized weight, and its columns of h."""
         begin = 0
         for index, down in enumerate(op.downs):
             end = begin + lora.round_up_rank(down.shape[0])
@@ -99,7 +99,7 @@ def build_dequantizing_group(
 
 
 def _pack_arguments(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
-    """Return the operator's arguments. Raises ValueError for weights with blocks of several sizes."""
+    """Return the operator's arguments. Raises ValueError if block sizes differ."""
     if any(weight.block != weights[0].block for weight in weights):
         raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
     return [weight.values for weight in weights], [weight.scales for weight in weights], weights[0].block

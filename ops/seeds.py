@@ -1,4 +1,4 @@
-"""Seeds of dropout masks, drawn on the device and replayed when a pass is repeated."""
+"""Seeds for dropout masks, drawn on the device and replayed when a pass is repeated."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -44,9 +44,9 @@ def _draw_by(draw: Callable[[torch.device, int], Tensor]) -> Iterator[None]:
 
 
 def draw_seed(x: Tensor, p: float, count: int = 1) -> Tensor | None:
-    """Draw int64 [count] from torch's generator on the device of x, or return None for p = 0.
+    """Draw int64 seeds [count] from torch's generator on x's device; return None if p is 0.
 
-    Recomputation and CUDA graphs draw the same numbers again.
+    Recomputation draws the same seeds again, in CUDA graphs with the help of `Seeds`.
     """
     if p == 0.0:
         return None

@@ -13,7 +13,7 @@ COMMON_ARCHITECTURES = ("75", "80", "86", "89", "90a")  # wgmma exists only in t
 
 
 class BuildError(RuntimeError):
-    """Raised if the operators cannot be built; `unexpected` is set if all prerequisites exist."""
+    """Raised if the operators cannot be built; `unexpected` marks bugs, as opposed to missing prerequisites."""
 
     def __init__(self, message: str, unexpected: bool = False) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class BuildError(RuntimeError):
 
 
 def find_toolkit_version() -> tuple[int, int]:
-    """Return the (major, minor) version of nvcc; raises BuildError if nvcc is missing."""
+    """Return the (major, minor) version of nvcc. Raises BuildError if nvcc is missing."""
     try:
         major, minor = deepspeed_builder.installed_cuda_version()
     except deepspeed_builder.MissingCUDAException as error:
@@ -42,7 +42,7 @@ def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
 
 
 def resolve_architecture(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
-    """Return nvcc's name of a GPU's architecture, such as '90a' for (9, 0). Raises BuildError if the GPU is too old."""
+    """Return nvcc's name for an architecture, such as '90a' for (9, 0). Raises BuildError if the GPU is too old."""
     card = f"compute capability {capability[0]}.{capability[1]}"
     if capability < (7, 0):
         raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this GPU")
@@ -61,20 +61,20 @@ def list_architectures(toolkit: tuple[int, int]) -> list[str]:
 
 
 def build_ptx_flags(names: Sequence[str]) -> list[str]:
-    """Return the flag that sets a PTX-only build's capability, which its code cannot query."""
+    """Return the flag that limits a PTX-only build to its own capability's kernels; [] for other builds."""
     ptx = [int(name.removeprefix(PTX)) for name in names if name.startswith(PTX)]
     return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
 
 
 def build_gencode_flag(name: str) -> str:
-    """Return nvcc's flag for machine code of "90a", or for PTX of "compute_80"."""
+    """Return nvcc's flag for an architecture: machine code for "90a", PTX for "compute_80"."""
     if name.startswith(PTX):
         return f"-gencode=arch={name},code={name}"
     return f"-gencode=arch=compute_{name},code=sm_{name}"
 
 
 def parse_architectures(capabilities: Sequence[str]) -> list[str]:
-    """Return nvcc's names for capabilities such as "9.0"; raises BuildError for invalid or unsupported ones."""
+    """Return nvcc's names for capabilities such as "9.0". Raises BuildError for invalid or unsupported ones."""
     for text in capabilities:
         if not re.fullmatch(r"\d{1,2}\.\d", text):
             raise BuildError(f"--arch {text}: must be a compute capability, such as 9.0 (H100, H200) or 8.0 (A100)")

@@ -5,8 +5,8 @@ a sink z,
 
     lse' = log(e^lse + e^z)      out' = out e^(lse - lse') = out sigmoid(lse - z)
 
-The probabilities are e^(scores - lse'), so flash attention's own backward pass is exact if it gets out' and lse'. The
-sink's gradient is -sum over tokens of e^(z - lse') (grad . out'). Without flash attention the model's own eager code
+The probabilities are e^(scores - lse'), so flash attention's own backward pass is exact if given out' and lse'. The
+sink's gradient is -sum over tokens of e^(z - lse') (grad . out'). Without flash attention, the model's own eager code
 computes one document at a time.
 """
 
@@ -34,9 +34,9 @@ def flash_with_sinks(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention [1, T, heads, head_dim] of query, key and value [1, heads, T, head_dim].
+    """Return attention with sinks [1, T, heads, head_dim]; query, key and value are [1, heads, T, head_dim].
 
-    Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1.
+    Document i consists of tokens cu_seqlens[i] to cu_seqlens[i+1] - 1.
     """
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     return _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window).unsqueeze(0)
@@ -105,7 +105,7 @@ def attend_per_document(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """Run the model's own eager attention for each document, or without `cu_seqlens` once for all tokens."""
+    """Run the model's own eager attention for each document or, without `cu_seqlens`, once for all tokens."""
     attend = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
     if cu_seqlens is None:
         if mask is None:
@@ -122,7 +122,7 @@ def attend_per_document(
 
 
 def build_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Build a mask [1, 1, queries, keys], true where a query attends; the last query and key are the same token."""
+    """Build a mask [1, 1, queries, keys], true where allowed; the last query and last key are the same token."""
     positions = torch.arange(keys, device=device)
     distance = positions[keys - queries :, None] - positions
     return ((distance >= 0) & (distance < (window or keys)))[None, None]

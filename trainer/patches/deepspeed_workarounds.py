@@ -21,7 +21,7 @@ NORM_METHOD = "get_grad_norm_direct"
 
 def install_workarounds(engine: Engine) -> None:
     is_stage_0 = engine.zero_optimization_stage() == 0
-    if is_stage_0 and engine.optimizer is not engine.basic_optimizer:  # DeepSpeed wraps it only in 16 bits
+    if is_stage_0 and engine.optimizer is not engine.basic_optimizer:  # DeepSpeed wraps it only for 16-bit types
         undo_zero_step(engine.optimizer)
     if engine.fp16_enabled():
         delay_loss_scale(engine.optimizer, scaled_norm=is_stage_0)
@@ -33,8 +33,8 @@ def install_workarounds(engine: Engine) -> None:
 def undo_zero_step(optimizer: Any) -> None:
     """Clear the state of a 16-bit optimizer at stage 0, and reset its master weights to the model's weights.
 
-    DeepSpeed creates the state with an update by zero gradients. That update decays the weights and counts as a step,
-    so the first real update would be 0.74 times its size (Adam's bias correction of step 2).
+    DeepSpeed creates the state with a step on zero gradients. That step decays the weights and is counted, so the first
+    real update would be 0.74 times its proper size (Adam's bias correction for step 2).
     """
     optimizer.optimizer.state.clear()
     for group in optimizer.optimizer.param_groups:
@@ -47,7 +47,7 @@ def undo_zero_step(optimizer: Any) -> None:
 
 @replaces("`optimizer.step` and `_update_scale`")
 def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
-    """Raise the fp16 loss scale after the step instead of within it; divide a `scaled_norm` by the scale.
+    """Raise the fp16 loss scale after the step instead of within it; if `scaled_norm`, unscale the reported norm.
 
     DeepSpeed doubles the scale before it divides the gradients by it, which would halve the gradients of that step. At
     stage 0, it reports the gradient norm multiplied by the scale.
@@ -75,7 +75,7 @@ def scale_the_loss(engine: Engine) -> None:
     """Multiply the loss at stage 0 by the fp16 loss scale if DeepSpeed does not.
 
     DeepSpeed divides the gradients by the scale without multiplying the loss by it. Gradients would be 65,536 times too
-    small, and Adam's epsilon would dominate. The first gradient of the loss shows whether DeepSpeed multiplies.
+    small, and Adam's epsilon would dominate. The loss's first gradient shows whether DeepSpeed multiplies the loss.
     """
     backward = engine.backward
     engine_scales: bool | None = None
@@ -118,10 +118,10 @@ def list_loss_scale_attributes(scaler: Any) -> tuple[str, ...]:
 @replaces("`get_grad_norm_direct`")
 @replaces("`grad_scale` and `found_inf` of torch's fused AdamW")
 class UpdateGuard:
-    """Makes the optimizer clip, and skip non-finite steps, on the device at stages 1 and 2."""
+    """Clips gradients and skips non-finite steps on the device, at stages 1 and 2."""
 
     def __init__(self, engine: Engine, max_grad_norm: float) -> None:
-        """Install the guard. Raises UserError if torch or DeepSpeed lacks what it needs."""
+        """Install the guard. Raises UserError if torch or DeepSpeed lacks a required feature."""
         self._zero, self._max_grad_norm = engine.optimizer, max_grad_norm
         require_fused_update(engine.basic_optimizer)
         for name in (NORM_METHOD, "_global_grad_norm"):
@@ -134,7 +134,7 @@ class UpdateGuard:
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
 
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        """Compute a group's norm; DeepSpeed's code returns -1 for NaN and synchronizes with the device twice."""
+        """Return a group's gradient norm. DeepSpeed's code returns -1 for NaN, and synchronizes twice."""
         if len(self._measured) == self._groups:
             raise build_api_error("deepspeed", "the optimizer did not update all groups in the last step")
         norm = compute_gradient_norm(self._zero, gradients)
@@ -161,7 +161,7 @@ class AdapterGuard:
     """Clips each adapter's gradient by its own norm, and skips the update of adapters with a non-finite norm."""
 
     def __init__(self, engine: Engine, limits: Sequence[float]) -> None:
-        """Install the guard on an engine of stage 1 or 2 with a group per adapter; a limit of 0 disables clipping."""
+        """Install the guard on a stage 1 or 2 engine with a group per adapter; a limit of 0 disables clipping."""
         self._zero, self._limits = engine.optimizer, limits
         self._updated = 0
         self.waiting: set[int] = set()
@@ -172,7 +172,7 @@ class AdapterGuard:
         self._on_device = engine.device.type == "cuda" and bool(engine.basic_optimizer.defaults.get("fused"))
         if self._on_device:
             require_fused_update(engine.basic_optimizer)
-        # DeepSpeed would skip all adapters for a non-finite gradient of one. It does not clip, since its limit is 0.
+        # DeepSpeed would skip all adapters if one had a non-finite gradient. Its own clipping is off (limit 0).
         replace(self._zero, NORM_METHOD, lambda *_, **__: torch.zeros((), device=engine.device))
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
 
@@ -203,7 +203,7 @@ class AdapterGuard:
 
 
 def _set_clipping(optimizer: Any, norm: Tensor, max_grad_norm: float) -> None:
-    """Make a fused optimizer of torch divide gradients by `grad_scale`, and skip the update if `found_inf` is 1."""
+    """Make torch's fused optimizer divide gradients by `grad_scale`, and skip the update if `found_inf` is 1."""
     optimizer.grad_scale = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm else None
     optimizer.found_inf = (~torch.isfinite(norm)).float()
 
@@ -211,7 +211,7 @@ def _set_clipping(optimizer: Any, norm: Tensor, max_grad_norm: float) -> None:
 def compute_gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
     """Compute the 2-norm of a group's gradients over all ranks; the norm is non-finite if any gradient is.
 
-    `optimizer` is DeepSpeed's for stage 1 or 2. Padding in a rank's shard is zero.
+    `optimizer` is DeepSpeed's stage 1 or 2 optimizer. Padding in a rank's shard is zero.
     """
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     squared = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)

@@ -1,7 +1,7 @@
 """Compute adapted layers with fake-quantized merged weights (training.qat).
 
 ops/fake_quantize.py contains the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward
-runs without fake quantization; the SCU's divergence and `eval --base` compare with this base model.
+runs without fake quantization; this is the base model of the SCU's divergence and of `eval --base`.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of experts without an adapter")
 def install_expert_forwards(model: nn.Module, *, on_gpu: bool) -> list[str]:
-    """Make a GPU use our operator also for experts without an adapter; return lines for the console."""
+    """Use our operator on GPUs for experts without an adapter, too; return lines for the console."""
     wrapped: dict[int, list[ParamWrapper]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):

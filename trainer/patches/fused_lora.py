@@ -38,7 +38,7 @@ class FusionReport:
     backend: str
     groups: list[tuple[str, ...]] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
-    """(name, reason) of layers that are not fused."""
+    """Pairs (name, reason) for layers that are not fused."""
 
     @property
     def fused(self) -> int:
@@ -65,9 +65,9 @@ def fuse_layers(
 ) -> FusionReport:
     """Replace the forward of every adapted layer that the operators support.
 
-    `forward` runs the model once on a few tokens, to find the layers that share an input. With `separate` these
-    are still computed one by one. `tokens` is the size of a micro-batch, which selects the kernels to test. Raises
-    ValueError if `cuda` is requested but not available, or if the operators fail their self-test.
+    `forward` runs the model once on a few tokens, to find the layers that share an input. With `separate`, these
+    are still computed one by one. `tokens` is the size of a micro-batch; it decides which kernels are tested.
+    Raises ValueError if `cuda` is requested but not available, or if the operators fail their self-test.
     """
     chosen = ops.load_backend(backend)
     report, groups = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
@@ -80,7 +80,7 @@ def fuse_layers(
 def group_layers(
     model: nn.Module, forward: Callable[[], object] | None, *, separate: bool, backend: str = ""
 ) -> tuple[FusionReport, list["FusedGroup"]]:
-    """Return the report of `fuse_layers`, and the groups of layers that it would compute together; installs nothing."""
+    """Return the report of `fuse_layers` and the groups of layers it would fuse, without changing the model."""
     from peft.tuners.lora import LoraLayer
 
     layers = {
@@ -131,7 +131,7 @@ def describe_fusion_problem(layer: Any) -> str | None:
 class FusedLayer:
     """Reads the operator's arguments from an adapted layer at every call.
 
-    To make these reads cheap, modules are looked up once, and PEFT's attributes are read without its properties.
+    To make these reads cheap, modules are looked up once, and PEFT's attributes are read directly.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -150,7 +150,7 @@ class FusedLayer:
         self._nf4: ops.Nf4Weight | None = None
 
     def apply_when_active(self, active: Sequence[str]) -> None:
-        """Apply this adapter while `active`, which includes it, is PEFT's list of active adapters."""
+        """Use this adapter whenever PEFT's list of active adapters is `active`, which must include it."""
         self._active = (active, active)
 
     @property
@@ -239,9 +239,9 @@ class FusedGroup:
 def compute(
     members: Sequence[FusedLayer], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
 ) -> list[Tensor]:
-    """Compute y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with one dropout mask for all.
+    """Compute y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with a shared dropout mask.
 
-    Optional `factors` replace the members' A_i and B_i, without dropout.
+    If given, `factors` replace the members' A_i and B_i, and there is no dropout.
     """
     downs, ups = factors or ([member.down for member in members], [member.up for member in members])
     scales = [member.layer.scaling[member.adapter] for member in members]
@@ -261,8 +261,8 @@ def compute(
 def check_operators(groups: Sequence[FusedGroup], shards: LayerShards | None = None, *, many: bool = False) -> None:
     """Compare the operators with plain torch on this model's own weights, once per shape.
 
-    A few random tokens run forward and backward. With `many`, the test is repeated with MANY_TOKENS. The allowed error
-    is a few roundings of the compute dtype. Raises ValueError if an error is larger.
+    Runs a few random tokens forward and backward. With `many`, repeats the test with MANY_TOKENS. Raises ValueError if
+    an error exceeds a few roundings of the compute dtype.
     """
     tested: set[tuple[Any, ...]] = set()
     for group in groups:

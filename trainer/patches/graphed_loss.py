@@ -1,7 +1,7 @@
 """Replay micro-steps from CUDA graphs if the host cannot launch kernels as fast as they run.
 
-A batch is padded to one of a few shapes (trainer/data/static_shapes.py). The passes of a shape are captured when it
-occurs for the second time (trainer/parallel/engine/cuda_graphs.py). Batches that match no graph run eagerly.
+A batch is padded to one of a few shapes (trainer/data/static_shapes.py). The first shape is captured at once,
+others when they recur (trainer/parallel/engine/cuda_graphs.py). Batches that match no graph run eagerly.
 """
 
 import time
@@ -33,7 +33,7 @@ Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
 
 
 class StaticInputs:
-    """Holds the inputs of one shape as views of one buffer at a fixed address, so that one copy transfers a batch."""
+    """Inputs of one shape, as views of a buffer at a fixed address, so that a single copy transfers a batch."""
 
     def __init__(self, inputs: dict[str, Any], targets: Tensor, device: torch.device) -> None:
         self._tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -79,7 +79,7 @@ class GraphedLoss:
     def create(
         cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
     ) -> "GraphedLoss | None":
-        """Return a GraphedLoss, or None if passes cannot be replayed."""
+        """Return a GraphedLoss; if passes cannot be replayed, report why and return None."""
         flat = find_flat_adapter(module)
         if flat is None:
             return None
@@ -155,7 +155,7 @@ class GraphedLoss:
         return loss
 
     def _find_capture(self, batch: MicroBatch, device: torch.device) -> Replayed | None:
-        """Return the graph for this batch, or None if it must run eagerly. A shape that recurs is captured first."""
+        """Return the graph for this batch, or None if the batch must run eagerly. Captures a shape that recurs."""
         if self._capturer is not None and not self._capturer.is_current:
             self._give_up("the adapter's address in memory has changed", warn=True)
             return None
@@ -207,7 +207,7 @@ class GraphedLoss:
 
 
 def _describe_first_error(error: BaseException) -> str:
-    """Return type and first line of the original error, since ending a failed capture raises another one."""
+    """Return the type and first line of the original error, because ending a failed capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()
@@ -216,5 +216,5 @@ def _describe_first_error(error: BaseException) -> str:
 
 @replaces("the model's forward in a replayed micro-step")
 def replace_forward(module: Any, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace the module's forward within the block. Its hooks still run."""
+    """Replace the module's forward within the context; its hooks still run."""
     return patch_objects((module, "forward", forward))

@@ -1,6 +1,6 @@
 """Install the replacements on a model and its engine, in a fixed order.
 
-Each new forward keeps the one that it replaces. Up to five are stacked on one adapted layer, from the inside out:
+Each new forward wraps the one that it replaces. Up to five are stacked on one adapted layer, from the inside out:
 PEFT's forward, the fused operator, recomputation of its input, the checkpoint of its layer, gathering hooks.
 Replacements for the whole process, for the construction of a layer or for a single pass are installed elsewhere:
 docs/decisions/11-patches.md explains why, and docs/reference/workarounds.md lists all of them.
@@ -35,7 +35,7 @@ from trainer.patches.tiled_mlp import tile_feed_forward
 class PatchPlan:
     training: TrainingSection
     backend: Literal["auto", "cuda", "reference", "peft"]
-    """The setting ops.backend."""
+    """Value of the setting ops.backend."""
     has_adapter: bool
     rank_tokens: int
     """Tokens per micro-batch."""
@@ -48,7 +48,7 @@ class PatchPlan:
     """Whether our operators replace norms, gated MLPs and rotary embedding."""
     elementwise_reason: str
     recomputed: str
-    """`none`, `activations`, or `norms` (both)."""
+    """Outputs to recompute: `none`, `activations`, or `norms` (both)."""
     adapters: str
     """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     adapters_reason: str
@@ -100,7 +100,7 @@ def install_on_engine(
 
 
 def load_operators(backend: Literal["auto", "cuda", "reference", "peft"]) -> None:
-    """Load the operators of ops.backend, building them if necessary. Raises UserError if that fails."""
+    """Load the operators for ops.backend, building them if necessary. Raises UserError if that fails."""
     import ops
 
     try:

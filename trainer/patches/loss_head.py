@@ -45,7 +45,7 @@ TYPED = ("molmo2",)
 
 
 class TokenLoss:
-    """Computes the summed loss of the targets: -log p or, with gradients, the weighted loss of a `LossKind`.
+    """Computes the summed loss of the targets: -log p or, if gradients are enabled, the weighted loss of `kind`.
 
     Head and loss are computed together in chunks if the head is one linear layer, frozen except for rows of new tokens,
     and a probe shows that the model at most scales the head's output. Otherwise the loss is computed from the logits.
@@ -60,16 +60,16 @@ class TokenLoss:
         balance: float = 0.0,
         kind: LossKind = NLL,
     ) -> None:
-        """Prepare the loss of a model: `kind` in training, -log p without gradients.
+        """Prepare the model's loss: `kind` if gradients are enabled, -log p otherwise.
 
-        `fused` is the decision of trainer/memory/decisions.py; `say` prints a warning if the decision is wrong.
-        `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
+        `fused` is the choice made in trainer/memory/decisions.py; if it turns out to be wrong, a warning is passed to
+        `say`. `balance` is the weight of the model's own load-balancing loss, which training adds as `balancing`.
         """
         self._module = module
         self._decided, self._say = fused, say
         self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
-        """Load-balancing loss of the latest batch, multiplied by its target weight to be scaled like the loss."""
+        """Load-balancing loss of the latest batch, times `balance` and the batch's target weight."""
         base = find_base_model(module)
         self._base, self._config = base, base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
@@ -108,7 +108,7 @@ class TokenLoss:
         if batch.position_ids is not None:
             rows = (4, -1, -1) if self._config.model_type in FOUR_ROWS else batch.position_ids.shape
             inputs["position_ids"] = batch.position_ids.expand(rows)
-        # Only our variable-length attention takes document bounds; transformers infers them from position_ids.
+        # Only our variable-length attention accepts document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
             if batch.sequence is not None:
@@ -137,7 +137,7 @@ class TokenLoss:
         )
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return additional metrics to log. This loss has none."""
+        """Return additional metrics to log: none for this loss."""
         return {}
 
     @property
@@ -197,7 +197,7 @@ class TokenLoss:
     ) -> torch.Tensor:
         """Return the measures of `measure_tokens` [5, K] for the batch's K targets; LOSS is differentiable.
 
-        `base_states` is the result of `compute_base_states`, if `is_in_chunks`.
+        `base_states` is the result of `compute_base_states`, and requires `is_in_chunks`.
         """
         self.observe(batch, device)
         inputs, targets = self._build_inputs(batch, device)
@@ -223,7 +223,7 @@ class TokenLoss:
         if not (self._balance and torch.is_grad_enabled()):
             return model(**inputs, use_cache=False)
         # The router also chooses experts for padding, and only a mask excludes these choices from the balance. The
-        # model itself must not get this mask, which would join the documents of a pack.
+        # model itself must not receive this mask, which would join the documents of a pack.
         mask = batch.attention_mask if batch.unpadded is None else batch.unpadded
         if mask is not None:
             mask = to_device(mask, inputs["input_ids"].device)
@@ -262,7 +262,7 @@ class TokenLoss:
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the base model's hidden states [K, H] at the K targets; its log p [K, V] unless `is_in_chunks`."""
+        """Return the base model's hidden states [K, H] at the K targets or, unless `is_in_chunks`, its log p [K, V]."""
         with self._allow_extra_passes(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
             states: list[torch.Tensor] = []
@@ -290,7 +290,7 @@ class TokenLoss:
         return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def observe(self, batch: MicroBatch, device: torch.device) -> None:
-        """Decide at the first call how to compute head and loss, by running the model on two tokens."""
+        """On the first call, run the model on two tokens to decide how to compute head and loss."""
         if self._head is not None and self._factor is None:
             self._factor = measure_head_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
             if self._factor is None:
@@ -333,7 +333,7 @@ class TokenLoss:
 def bypass_adapter(module: nn.Module) -> Iterator[None]:
     """Disable the adapter within the block; unlike PEFT, keep the requires_grad of its factors.
 
-    Changing requires_grad would break a graph, an engine or a flat buffer that holds the factors.
+    Changing requires_grad would break a graph, an engine or a flat buffer that contains the factors.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

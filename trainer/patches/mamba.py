@@ -16,10 +16,10 @@ from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import find_base_model, get_logical_shape, is_linear
 from trainer.patches.replace import replace
 
-# Name in transformers' modeling files of mamba-ssm's training kernel for an entire Mamba-2 layer.
+# Name, in transformers' modeling files, of mamba-ssm's training kernel for an entire Mamba-2 layer.
 LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
 SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "causal_conv1d_cuda")
-"""(package, its compiled library); transformers uses the package's kernel if it can be imported."""
+"""Pairs (package, compiled library); transformers uses a package's kernels if the package can be imported."""
 
 
 def check_packable(model: Any) -> None:
@@ -30,7 +30,7 @@ def check_packable(model: Any) -> None:
 
 
 def describe_unadapted_weights(model: nn.Module) -> list[str]:
-    """List the unadapted weight matrices outside linear layers, such as fused experts, in a line for the console."""
+    """Return a console line listing unadapted weight matrices outside linear layers, such as experts; [] if none."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from transformers.pytorch_utils import Conv1D
@@ -58,12 +58,12 @@ def describe_unadapted_weights(model: nn.Module) -> list[str]:
 
 
 def _get_last_component(path: str) -> str:
-    """Return the last component of a path other than PEFT's `base_layer`."""
+    """Return the last component of a module path, ignoring PEFT's `base_layer`."""
     return [name for name in path.split(".") if name != "base_layer"][-1]
 
 
 def is_mamba_2(module: nn.Module) -> bool:
-    """Return whether this is a Mamba-2 mixer of transformers. Mamba-1 has no chunks, and other mixers no state."""
+    """Return whether this is transformers' Mamba-2 mixer. Mamba-1 mixers have no chunks, other mixers no state."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
@@ -73,8 +73,8 @@ def install_mamba_projections(model: Any) -> list[str]:
     """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights. Return lines for the console.
 
     mamba-ssm's kernel for an entire layer reads out_proj's weight without calling the layer, so an adapter on it would
-    get no gradient. If that kernel returns None, transformers uses mamba-ssm's separate kernels for the convolution and
-    the scan.
+    receive no gradient. If that kernel returns None, transformers uses mamba-ssm's separate kernels for the convolution
+    and the scan.
     """
     mixers = [module for module in model.modules() if is_mamba_2(module)]
     adapted = [module for module in mixers if type(module.out_proj) is not nn.Linear]
@@ -94,17 +94,17 @@ def install_mamba_projections(model: Any) -> list[str]:
 
 
 def has_scan_kernels() -> bool:
-    """Return whether mamba-ssm is usable. Its Triton scan keeps less memory than a scan in plain torch."""
+    """Return whether mamba-ssm is usable. Its Triton scan uses less memory than a scan in plain torch."""
     return not _describe_load_problem(*SCAN)
 
 
 def explain_unused_kernels(package: str, library: str) -> str:
-    """Return why transformers does not use the kernels, which it has already tried to import; empty if it does."""
+    """Return why transformers, which has already tried to import the kernels, does not use them; "" if it does."""
     return _describe_load_problem(package, library) or _describe_import_problem(package, package)
 
 
 def _describe_load_problem(package: str, library: str) -> str:
-    """Return why the kernels cannot be loaded, or ""; does not import the package, which is slow."""
+    """Return why the kernels cannot be loaded, or "". Imports only their library, as the package is slow to import."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
         return "install the extra `mamba` for kernels that are faster and keep less memory"
     return _describe_import_problem(package, library)
@@ -113,7 +113,7 @@ def _describe_load_problem(package: str, library: str) -> str:
 def _describe_import_problem(package: str, name: str) -> str:
     try:
         importlib.import_module(name)
-    except Exception as error:  # transformers also ignores any error of the package
+    except Exception as error:  # transformers also ignores any error from the package
         return f"{package} is installed but cannot be imported ({error}): build it against this torch, or uninstall it"
     return ""
 

@@ -33,7 +33,7 @@ from trainer.patches.replace import replace
 
 ZERO_FACTOR_RANK = 8
 """Rank of the zero factors: the smallest rank that the kernels support."""
-SingleGroups = dict[str, tuple[FusedGroup, list[int]]]  # by adapter: its layers, and their indices
+SingleGroups = dict[str, tuple[FusedGroup, list[int]]]  # adapter -> its layers, and their indices
 
 
 @replaces("the forward of PEFT's LoRA layers, with several adapters")
@@ -149,7 +149,7 @@ def _build_forward(
 
 
 class _CommonGroup(FusedGroup):
-    """Computes layers that share an input in a pass with rows of several adapters."""
+    """Computes layers that share an input, in passes over rows of several adapters."""
 
     def __init__(self, layers: Sequence[_Layer], choice: AdapterChoice) -> None:
         super().__init__([layer.any_member for layer in layers])

@@ -1,4 +1,4 @@
-"""Determine properties of a model by running its own code without weights, not from its name."""
+"""Determine a model's properties by running its own code without weights, instead of from its name."""
 
 import inspect
 from contextlib import suppress
@@ -21,20 +21,20 @@ _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 @dataclass(frozen=True)
 class ModelProperties:
-    """Holds model properties that decisions depend on; a reason is empty if the model supports the feature."""
+    """Model properties that decisions depend on; a reason is empty if the model supports the feature."""
 
     sdpa: bool
     """Whether the model supports torch's sdpa; otherwise its attention is eager."""
     registry: bool
-    """Whether the model uses transformers' attention registry, in which ours can be registered."""
+    """Whether the model uses transformers' attention registry, where our attention can be registered."""
     masked: bool
-    """Whether attention gets a mask even for a single text, for which causal attention needs none."""
+    """Whether attention receives a mask even for a single text, where causal attention needs none."""
     sinks: bool
     """Whether the attention has sinks, which transformers supports for packs only with kernels from the Hub."""
     head: str | None
     """Why head and loss cannot be fused; None if this is only known on the device."""
     caps: bool
-    """Whether the model does more than scale the head's output, such as a tanh."""
+    """Whether the model does more than scale the head's output, such as apply a tanh."""
     elementwise: dict[str, str]
     """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not replaced everywhere."""
 
@@ -57,7 +57,7 @@ class _StopPass(Exception):
 
 
 class _FirstAttention(TorchFunctionMode):
-    """Stops a forward pass at its first attention, and records whether the attention got a mask."""
+    """Stops a forward pass at its first attention, and records whether the attention received a mask."""
 
     masked = False
 
@@ -85,7 +85,7 @@ class _DecoderOutput(tuple[torch.Tensor]):
 def describe_head_problem(model: Any) -> str | None:
     """Return why the loss cannot be fused with the output head; "" if it can, None if that is unknown.
 
-    The model is on the meta device. All modules below the head return zeros, so only the head and later code run.
+    The model must be on the meta device. All modules below the head return zeros, so only the head and later code run.
     """
     base = find_base_model(model)
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:

@@ -4,8 +4,8 @@ Modules are chosen by a test, not from a list of architectures: a copy of the mo
 weights and dummy projections. If its values and gradients differ from our operator's by more than a rounding or two,
 the module keeps its own forward, and the reason is printed.
 
-With `recompute`, a result carries the function that recomputes it. The adapted layers that read the result keep this
-function instead of it (`ops.elementwise.recompute_instead_of_saving`).
+With `recompute`, a result carries the function that recomputes it. Adapted layers that read the result save this
+function instead of the result (`ops.elementwise.recompute_instead_of_saving`).
 """
 
 import copy
@@ -30,7 +30,7 @@ from trainer.patches.replace import replace
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
 ROTARY = "apply_rotary_pos_emb"
 RECOMPUTE_FROM_BYTES = 2**23
-"""Minimum size of a result to recompute, worth the host time of the hooks: 1,024 x 4,096 in 16 bits."""
+"""Minimum size of a result for which recomputation is worth the hooks' host time: 1,024 x 4,096 16-bit values."""
 _RECOMPUTE = "_zerolora_recompute"
 _TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -40,7 +40,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class ElementwisePlan:
-    """Lists the forwards and modeling-file functions that our operators can replace, and those that they cannot."""
+    """Forwards and modeling-file functions that our operators can replace, and those that they cannot."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     """Pairs (module, new forward)."""
@@ -65,7 +65,7 @@ class ElementwisePlan:
         ]
 
     def find_reasons(self) -> dict[str, str]:
-        """Return, for each of PARTS, why it is not replaced everywhere. The reason is empty if it is."""
+        """Return, for each of PARTS, why it is not replaced everywhere; "" if it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known type" for part, count in parts.items()}
         for name, reason in self.rejected:
@@ -74,7 +74,7 @@ class ElementwisePlan:
 
 
 def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
-    """Return which norms, MLPs and rotary functions our operators can replace, and why the others cannot be.
+    """Return which norms, MLPs and rotary functions our operators can replace, and why they cannot replace others.
 
     The model is not changed; it may be on the meta device.
     """
@@ -111,7 +111,7 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
     """Replace norms, gated MLPs and rotary embedding with our operators where both give the same results.
 
-    Call it before adding adapters. Trained norms (not `frozen_norms`) keep the model's code. `recompute` selects
+    Call it before adding adapters. Without `frozen_norms`, norms keep the model's code. `recompute` selects
     the outputs that layers recompute: of gated MLPs (`activations`), of gated MLPs and norms (`norms`), or `none`.
     """
     examined = examine_elementwise(model, frozen_norms=frozen_norms, recompute=recompute)
@@ -125,7 +125,7 @@ def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
 
 @replaces("the forward of adapted layers, to recompute their inputs")
 def install_input_recomputation(model: nn.Module, exclude: Sequence[nn.Module] = ()) -> int:
-    """Make adapted layers outside `exclude` recompute their inputs instead of keeping them. Return their number."""
+    """Make adapted layers outside `exclude` recompute their inputs instead of saving them. Return their number."""
     from peft.tuners.lora import LoraLayer
 
     excluded = {module for part in exclude for module in part.modules()}
@@ -158,7 +158,7 @@ def _find_projections(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Return whether a module is a gated MLP with its input as the only argument."""
+    """Return whether a module is a gated MLP that takes only its input."""
     if _find_projections(module) is None:
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2
@@ -233,7 +233,7 @@ def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
 
 
 def _read_multipliers(module: Any) -> tuple[float, float]:
-    """Return Falcon-H1's multipliers of the gate and of the result; 1 for other models."""
+    """Return Falcon-H1's multipliers for the gate and the result; 1 for other models."""
     return float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
 
 
@@ -256,7 +256,7 @@ def _make_mlp_forward(names: tuple[str, ...], gated: Gated, recompute: bool) -> 
 
 
 def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
-    """Return how this MLP differs from `gated(gate, up)` between its projections; empty if it does not."""
+    """Return how this MLP differs from `gated(gate, up)` between its projections; "" if it does not."""
     probe, (gate_factor, result_factor) = copy.copy(module), _read_multipliers(module)
     received: list[Tensor] = []
 
@@ -310,10 +310,10 @@ Draw = Callable[..., Tensor]
 
 
 def _describe_difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
-    """Compare results and gradients in fp32 and in the model's dtype; describe the difference, if any.
+    """Compare results and gradients in fp32 and in the model's dtype, and describe the difference; "" if there is none.
 
-    `run` gets a function that draws normally distributed numbers, and returns our result, the model's result, and their
-    inputs. Models on the meta device are tested on the CPU.
+    `run` receives a function that draws normally distributed numbers, and returns our result, the model's result, and
+    their inputs. Models on the meta device are tested on the CPU.
     """
     device = torch.device("cpu") if like.is_meta else like.device
     for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _TOLERANCES else torch.float32]):

@@ -1,4 +1,4 @@
-"""Compute attention over packed documents with variable-length flash attention, or without it with a block mask.
+"""Compute attention over packed documents with variable-length flash attention or, if it is unavailable, a block mask.
 
 Without an attention mask and a cache, transformers detects documents by `position_ids` that restart, and builds an
 L x L block mask. On a GPU the documents of a micro-batch are concatenated instead, and flash attention computes each
@@ -27,7 +27,7 @@ from trainer.patches.replace import replace
 
 VARLEN = "zerolora_varlen"
 TOWER = "zerolora_flash_windows"
-"""transformers passes window bounds only to attention functions with `flash` in their name."""
+"""Name of `window_attention`; transformers passes window bounds only to names that contain `flash`."""
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 CUDNN_TILE = 128
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -39,7 +39,7 @@ SUPPORT_FLAGS = {
     "flash_attention_3": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
-"""Attributes with which transformers model classes declare support for an attention implementation."""
+"""Attributes by which transformers' model classes declare support for an attention implementation."""
 
 
 @replaces("`create_causal_mask` of modeling files that give it no positions")
@@ -77,7 +77,7 @@ def check_attention_supported(section: ModelSection, model: Any) -> None:
 
 
 def check_attention_shareable(size: int, model: Any) -> None:
-    """Raise UserError if a model's attention cannot be divided among `size` ranks; meta tensors suffice."""
+    """Raise UserError if attention cannot be divided among `size` ranks. The model may be on the meta device."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
@@ -143,7 +143,7 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 
 def can_share_keys(model: Any) -> bool:
-    """Return whether documents can share keys in a loaded model. Attention sinks and chunks do not support it."""
+    """Return whether documents can share keys in a loaded model. Attention sinks and chunks do not support this."""
     is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
@@ -183,7 +183,7 @@ def mask_padding(model: Any) -> Iterator[None]:
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention supports device and dtype (compute capability 8.0, 16 bits)."""
+    """Return whether torch's flash attention supports device and dtype (compute capability 8.0 or higher, 16-bit)."""
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -205,7 +205,7 @@ def sdpa_with_own_heads(
 ) -> tuple[torch.Tensor, None]:
     """Compute transformers' sdpa after copying shared key and value heads for each query head [B, heads, L, head_dim].
 
-    Without a mask transformers leaves shared heads to torch, and torch's memory-efficient kernels do not support them.
+    Without a mask, transformers leaves shared heads to torch, and torch's memory-efficient kernels do not support them.
     Without flash attention, only plain matmuls remain, which keep L x L probabilities per head.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -234,11 +234,11 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each document: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Document i has the tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation),
-    transformers' sdpa runs. With a `sliding_window` of W tokens, a query sees itself and the W - 1 tokens before it.
+    Document i consists of tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation),
+    transformers' sdpa runs. With a `sliding_window` of W tokens, a query attends to itself and the W - 1 tokens before.
 
-    If documents share a prompt, document i has the keys key_index[key_seqlens[i]:key_seqlens[i+1]], at most max_seqlen.
-    The last of these keys belong to the document's own tokens.
+    If documents share a prompt, document i attends to keys key_index[key_seqlens[i]:key_seqlens[i+1]] (at most
+    max_seqlen). The last of these keys belong to the document's own tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -305,7 +305,7 @@ def window_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention without a mask within each window: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Window i has the patches cu_seq_lens_q[i] to cu_seq_lens_q[i+1] - 1; without bounds, transformers' sdpa runs.
+    Window i consists of patches cu_seq_lens_q[i] to cu_seq_lens_q[i+1] - 1; without bounds, transformers' sdpa runs.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -321,9 +321,9 @@ def _flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor,
     longest: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Run flash attention, [T, heads, head_dim]. The last query and key of a document are the same token.
+    """Return flash attention [T, heads, head_dim]. A document's last query and last key are the same token.
 
-    This calls the operator of varlen_attn, which itself copies shared key heads in torch 2.11.
+    Calls the operator behind varlen_attn, which itself copies shared key heads in torch 2.11.
     """
     tensors = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     lengths = bounds, key_bounds, longest, longest
@@ -337,7 +337,7 @@ def _attend_in_turn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, key_seqlens: torch.Tensor,
     scaling: float | None, dropout: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute one document after another in plain torch, [1, T, heads, head_dim]."""
+    """Return attention [1, T, heads, head_dim], computed in plain torch one document at a time."""
     outs = []
     queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
@@ -349,11 +349,11 @@ def _attend_in_turn(
 def _attend_batched(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None, dropout: float
 ) -> torch.Tensor:
-    """Compute documents as batch rows, [T, heads, head_dim], because dense kernels (cuDNN on Hopper) are faster.
+    """Return attention [T, heads, head_dim] with documents as batch rows: dense kernels (cuDNN on Hopper) are faster.
 
     On an H200, with 4 x 2048 tokens, 32 heads of 128 and 8 key heads, both passes took 1.13 instead of 1.97 ms.
     """
-    # squeeze() instead of [0], since the derivative of an index is a copy into zeros
+    # squeeze() instead of [0], because the backward of indexing copies into zeros
     q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
     fills_tiles = q.shape[2] % CUDNN_TILE == 0
     with sdpa_kernel([*WITHOUT_CUDNN, SDPBackend.CUDNN_ATTENTION] if fills_tiles else WITHOUT_CUDNN):
@@ -366,7 +366,7 @@ def _attend_batched(
 def _build_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Build the mask [1, 1, queries, keys] of one document. Return None if sdpa's `is_causal` is equivalent.
 
-    Documents have no padding; `mask_padding` generates batches of rows of different lengths.
+    Documents have no padding; to generate with rows of different lengths, use `mask_padding`.
     """
     if (window is None or keys <= window) and queries in (1, keys):
         return None

@@ -38,15 +38,15 @@ from trainer.patches.per_document import (
 )
 
 LENGTHS, LONGER = (5, 4), (37, 40)
-"""Tokens of two documents; LONGER is for layers that combine several tokens into one, as in DeepSeek-V4."""
+"""Lengths of two documents in tokens; LONGER is for layers that combine several tokens into one, as in DeepSeek-V4."""
 LEAK, LEAK_WITH_EXPERTS = 1e-4, 0.05
-"""Fraction of the change (root mean square) at a position that must see a changed token, above which another position
-sees it too. Without experts, logits at positions that do not see it stay equal. With experts they may change, because
-experts get other batches of tokens and round sums differently, and the choice of experts can flip."""
+"""Maximum change of logits (root mean square) at positions that must not see a changed token, relative to the change at
+those that must. Experts change logits without a leak, too: sums over other batches of tokens round differently, and the
+choice of experts can flip."""
 AMPLIFIED = 10.0
 """A layer mixes documents if it amplifies the relative change at the second document by this factor."""
 ROUNDING = 0.05
-"""Relative difference of logits that may be due to rounding in 16 bits."""
+"""Relative difference between logits that may be due to 16-bit rounding."""
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
     with _report_model_errors(f"base_model={base_model}", "use a causal language model", model):
         if model.config.get_text_config() is not model.config:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                compute_logits(tokens)  # Molmo2 needs more than tokens, but only in training
+                compute_logits(tokens)  # in training, Molmo2 needs more than tokens
         with _evaluation_mode(model):
             change = compute_logits(changed) - compute_logits(tokens)
     if _compute_rms(change[:-1]) > _choose_tolerance(model) * _compute_rms(change[-1:]):
@@ -76,11 +76,11 @@ def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: t
 
 
 def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
-    """Make the model separate the documents of a pack. Return whether packs must be one row. Every rank must call it.
+    """Make the model separate packed documents, and return whether packs must be one row; a collective call.
 
     Layers that carry state from one document to the next are changed to compute each document separately. A model that
-    ignores the bounds of our variable-length attention gets transformers' sdpa with a mask. Raises UserError if a
-    document still sees another, or a token sees later tokens.
+    ignores the bounds of our variable-length attention is switched to transformers' sdpa with a mask. Raises UserError
+    if a document still sees another, or a token sees later tokens.
     """
     base = find_base_model(model)
     problem = None
@@ -106,7 +106,7 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
 
 @torch.no_grad()
 def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> str | None:
-    """Make the two answers to a prompt share its keys, or return why the model cannot; a collective call.
+    """Make the two answers to a prompt share the prompt's keys, or return why the model cannot; a collective call.
 
     Neither answer may see the other, and their logits must be the same as without sharing.
     """
@@ -188,7 +188,7 @@ class _Probe:
         self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each document separately. Return a remaining problem.
+        """Make layers that carry state across documents compute each document separately; return the remaining problem.
 
         These layers keep using their kernels if the kernels separate documents.
         """
@@ -221,7 +221,7 @@ class _Probe:
         return problem if mixes_documents else None
 
     def differs_from_unpacked(self) -> bool:
-        """Return whether most tokens of the second document have other logits in the pack than alone."""
+        """Return whether most tokens of the second document have different logits in the pack than alone."""
         first = self._lengths[0]
         together, alone = self._compute_logits(self._tokens)[first - 1 :], self._compute_logits(self._tokens[first:])
         has_16_bits = self._base.get_input_embeddings().weight.element_size() == 2
@@ -230,7 +230,7 @@ class _Probe:
 
     @torch.no_grad()
     def _compute_logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute the logits at all tokens except the last one of each document."""
+        """Compute the logits at all tokens except each document's last."""
         length, packed = len(ids), len(ids) == sum(self._lengths)
         sample = Sample(ids.tolist(), [True] * length, list(self._lengths) if packed else [length])
         batch = collate_samples([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
@@ -245,7 +245,7 @@ class _LeakObserver:
     def __init__(self, base: torch.nn.Module, tolerance: float) -> None:
         self._modules, self._tolerance = dict(base.named_modules()), tolerance
         self._first_pass: dict[tuple[str, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """Input and results of a module in the first pass, by its path and the index of the call."""
+        """Input and results of a module in the first pass, by module path and call index."""
         self._calls: Counter[str] = Counter()
         self._leaking: set[str] = set()
         self._inseparable = {""}
@@ -277,7 +277,7 @@ class _LeakObserver:
             old_input, old_results = self._first_pass[call]
             input_change = _compare_documents(old_input, inputs[0])
             has_experts = any("experts" in name for name, _ in self._modules[path].named_modules(prefix=path))
-            # In 16 bits, a kernel's rounding depends on other documents, by less than LEAK.
+            # In 16-bit types, a kernel's rounding can depend on other documents, by less than LEAK.
             rounding = LEAK if inputs[0].element_size() == 2 else 0.0
             # Earlier routers may have chosen other experts, and any layer can amplify this a little.
             limit = max(self._tolerance, AMPLIFIED * input_change) if input_change or has_experts else rounding
@@ -285,7 +285,7 @@ class _LeakObserver:
                 self._leaking.add(path)
 
     def find_leaking_classes(self) -> set[type]:
-        """Return the classes of leaking layers, except attention, which gets bounds or a mask."""
+        """Return the classes of leaking layers, except attention, which uses bounds or a mask."""
         innermost = [path for path in self._leaking if not any(other.startswith(f"{path}.") for other in self._leaking)]
         modules = [self._modules[path] for path in innermost if path not in self._inseparable]
         return {type(module) for module in modules if not hasattr(module, "is_causal")}
@@ -320,7 +320,7 @@ def _report_model_errors(setting: str, fix: str, model: Any) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, DistError):
         raise
-    except Exception as error:  # of any type, from the code of the model
+    except Exception as error:  # of any type, raised by the model's code
         name, message = type(find_base_model(model)).__name__, format_one_line(str(error))
         raise UserError(
             f"{setting}: the forward pass of {name} fails ({type(error).__name__}: {message}); {fix}"

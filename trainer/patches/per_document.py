@@ -1,10 +1,10 @@
 """Make recurrent layers start every packed document from an empty state.
 
 transformers separates packed documents in attention. State-space layers, linear attention and short convolutions carry
-their state across documents, unless their kernels (flash-linear-attention, mamba-ssm, causal-conv1d) get the bounds.
-Otherwise a layer computes its documents as rows of a batch, padded on the right; causal layers never read padding. The
-bounds reach the layers through a context variable, because many models do not pass on arguments. Gradient checkpointing
-restores the variable for the recomputation.
+their state across documents, unless their kernels (flash-linear-attention, mamba-ssm, causal-conv1d) receive document
+bounds. Otherwise a layer computes its documents as rows of a batch, padded on the right; causal layers never read
+padding. The bounds reach the layers through a context variable, because many models do not pass on arguments. Gradient
+checkpointing restores the variable for the recomputation.
 """
 
 import sys
@@ -31,10 +31,10 @@ _MARK = "_zerolora_one_call"
 
 
 class DocumentLayout:
-    """Describes where the documents of a micro-batch [B, L] are, and how to batch them."""
+    """Locates the documents in a micro-batch [B, L], and groups them into batches."""
 
     def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
-        """Find the documents on the host, where positions restart; `move` copies the indices to the device.
+        """Find the documents on the host, from positions that restart; `move` copies indices to the device.
 
         Documents of similar length are computed together, with at most half of the tokens as padding. With
         `one_call`, all are computed together: if calls gather weights, every rank must make the same number of calls.
@@ -59,7 +59,7 @@ class DocumentLayout:
         """Positions of the micro-batch's tokens in the concatenated groups [B L]."""
         numbers = (is_first.cumsum(0) - 1).int()[None]
         self.bounds = {"cu_seq_lens_q": move(bounds.int()), "seq_idx": move(numbers)}
-        """Arguments with which transformers' kernels separate the documents of a row."""
+        """Arguments by which transformers' kernels separate the documents in a row."""
 
 
 _DOCUMENTS: ContextVar[DocumentLayout | None] = ContextVar("documents", default=None)
@@ -102,7 +102,7 @@ class PerDocumentForward:
 
 
 def _select_tokens(value: Any, shape: torch.Size, index: Tensor | None) -> Any:
-    """Select the tokens of `index` [n, l] from tensors [B, L, ...]; without an index, all tokens as [1, B L, ...].
+    """Select the tokens at `index` [n, l] from tensors [B, L, ...]; without an index, all tokens as [1, B L, ...].
 
     Masks become None, since a single document needs none.
     """

@@ -42,12 +42,12 @@ def describe_plain_head_problem(head: Any) -> str:
 
 
 def get_linear_layer(head: Any) -> Any:
-    """Return the linear layer of a head, unwrapped if PEFT trains rows of it."""
+    """Return the linear layer of a head, unwrapped if PEFT trains some of its rows."""
     return head.original_module if _has_trained_rows(head) else head
 
 
 def get_trained_rows(head: Any) -> TrainedRows | None:
-    """Return the trained rows of the head (`model.added_tokens`); None if there are none or it is disabled."""
+    """Return the trained rows of the head (`model.added_tokens`); None if there are none or they are disabled."""
     if not _has_trained_rows(head) or head.token_adapter.disable_adapters:
         return None
     adapter = head.token_adapter
@@ -65,7 +65,7 @@ def _has_trained_rows(head: Any) -> bool:
 
 
 _INDICES: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
-"""Cached indices on the device, because copying them in every pass would synchronize with it."""
+"""Cached indices on the device, because copying them in every pass would synchronize with the device."""
 
 
 @replaces("the forward of the output head")

@@ -94,9 +94,9 @@ def _choose_checkpoint_function(
 
 
 def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
-    """Run a checkpoint that repeats its random numbers; while a CUDA graph is captured, only those of our operators.
+    """Run a checkpoint that repeats its random numbers; during CUDA graph capture, only those of our operators.
 
-    In a graph, other random numbers change the gradients, which trainer/parallel/engine/cuda_graphs.py detects.
+    In a graph, other random numbers would change the gradients, which trainer/parallel/engine/cuda_graphs.py detects.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
@@ -111,7 +111,7 @@ def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts:
 
 
 def _recompute_first(model: nn.Module, layers: list[Any], first: int) -> str:
-    """Recompute only the first layers if the model supports that; return a description of the recomputed layers."""
+    """Recompute only the first `first` layers if the model supports that; return which layers are recomputed."""
     blocks = list(find_decoder_layers(model)[1])
     if not set(blocks) <= set(layers):
         return f"every layer, because this model does not support training.gradient_checkpointing_layers={first}"
@@ -176,14 +176,14 @@ def _checkpoint_forward(forward: Callable[..., Any], run: Callable[..., Any]) ->
 
 
 def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    # These hooks see only the tensors that the checkpoint itself keeps, because its own hooks apply inside it.
+    # These hooks see only the tensors that the checkpoint itself saves, because its own hooks apply inside it.
     offload.layer += 1
     with torch.autograd.graph.saved_tensors_hooks(offload.copy_input, offload.fetch):
         return run(function, *args)
 
 
 def compute_host_room() -> int:
-    """Return the bytes of host memory that may hold activations: free memory minus a tenth of the total."""
+    """Return how many bytes of host memory activations may use: free memory minus a tenth of the total."""
     return max(0, int(process_state.read_free_host_memory() * 2**30) - psutil.virtual_memory().total // 10)
 
 
@@ -196,7 +196,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._buffers: dict[int, Tensor] = {}
-        """Pinned buffers, which every pass reuses, by the position of the copy in the pass."""
+        """Pinned buffers, reused in every pass, by the position of the copy in the pass."""
         self._copies: list[_Copy] = []
         self.layer = 0
         """Index of the current layer; its copies are fetched together."""
@@ -267,7 +267,7 @@ class _Copy:
 def build_attention_contexts(
     store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts that keep the results of attention in a checkpoint's forward pass, and reuse them afterwards.
+    """Return contexts that keep attention results in a checkpoint's forward pass and reuse them in its recomputation.
 
     `store` converts a tensor to the object that is kept, and `load` converts it back.
     """

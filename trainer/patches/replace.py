@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 _ORIGINALS = "_zerolora_originals"
-_ABSENT = Ellipsis  # for an attribute of the class; unlike object(), it stays the same in a deep copy
+_ABSENT = Ellipsis  # marks attributes inherited from the class; unlike object(), a deep copy keeps its identity
 
 
 def replace(owner: Any, name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 The backward pass recomputes a tile just before its gradients. `_KeepInput` keeps only the input, and a checkpointed
 layer's recomputation stops there instead of computing the MLP a third time. The factors' gradients are summed over the
-tiles in fp32, and reach autograd once, as without tiles.
+tiles in fp32, and passed to autograd once, as without tiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Trained = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and t
 
 @replaces("the forward of gated MLPs, to compute tiles of the sequence")
 def tile_feed_forward(model: nn.Module, tile: int) -> int:
-    """Make gated MLPs without dropout process `tile` tokens at a time; return the number of these MLPs."""
+    """Make gated MLPs without dropout process `tile` tokens at a time; return how many there are."""
     parts = [module for module in model.modules() if is_gated_mlp(module) and not _has_dropout(module)]
     for part in parts:
         replace(part, "forward", partial(_forward, part, part.forward, tile))
@@ -64,7 +64,7 @@ def _compute_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, tile: int) ->
     start = 0
     for piece in _split_into_tiles(x, tile):
         result = compute(piece)
-        if results is None:  # one buffer, as torch.cat would need the memory twice
+        if results is None:  # one buffer, because torch.cat would need twice the memory
             results = result.new_empty(1, x.numel() // x.shape[-1], result.shape[-1])
         results[:, start : start + piece.shape[1]] = result
         start += piece.shape[1]
@@ -77,7 +77,7 @@ class _KeepInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, contexts: list[Any], _: Tensor | None) -> Tensor:
-        """Save x; the last argument requires a gradient, so that autograd saves x even if x does not."""
+        """Save x; the last argument requires a gradient, so autograd saves x even if x itself requires none."""
         ctx.save_for_backward(x)
         contexts.append(ctx)
         return x.view_as(x)
@@ -88,7 +88,7 @@ class _KeepInput(torch.autograd.Function):
 
 
 class _TiledMlp(torch.autograd.Function):
-    """Runs `compute` on tiles of x, which only the context of `_KeepInput` saves."""
+    """Runs `compute` on tiles of x; only `_KeepInput` saves x."""
 
     @staticmethod
     def forward(

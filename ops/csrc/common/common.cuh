@@ -95,7 +95,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
-// Returns both halves of a product in one instruction; a product of 64-bit integers needs another addition.
+// Returns both halves of a product in one instruction; a 64-bit product would need another addition.
 __device__ __forceinline__ uint2 multiply(uint32_t a, uint32_t b) {
   uint2 product;
   asm("{\n.reg .b64 wide;\nmul.wide.u32 wide, %2, %3;\nmov.b64 {%0, %1}, wide;\n}"
@@ -163,11 +163,11 @@ template <int kCall> __device__ __forceinline__ uint4 unpack_kept(uint32_t word)
                     spread_kept<4 * kCall + 3>(word));
 }
 
-// Returns the first of the 4 ranks, out of 16 adjacent ones, that a lane holds in a unit of partial sums (kernels.h).
+// Returns the first of the 4 ranks, out of 16 adjacent ones, that a lane owns in a unit of partial sums (kernels.h).
 __device__ __forceinline__ int quad_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
-// Waits for the previous kernel in the stream. A kernel launched with `launch_overlapped` may start before that one
-// ends; until this call it must not access memory that the other reads or writes.
+// Waits for the previous kernel in the stream. A kernel launched with `launch_overlapped` may start before that kernel
+// ends; before this call, it must not access memory that the previous kernel reads or writes.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -46,8 +46,8 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {  // every thread must call it
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Avoids the release above, which waits for this thread's stores to device memory: microseconds on a busy card. It only
-// publishes barriers after `fence.mbarrier_init`; receivers must wait for data from other CTAs separately.
+// Avoids the release above, which waits for this thread's stores to device memory: microseconds on a busy GPU. This
+// only publishes barriers after `fence.mbarrier_init`; receivers must wait for data from other CTAs separately.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -56,8 +56,8 @@ __device__ __forceinline__ uint32_t remote_address(uint32_t address, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-// Relaxed: it only signals that values were read, and their use has already waited for that. A release would also wait
-// for this thread's stores to device memory.
+// Relaxed, as this only signals that values were read, and their use has already waited for them. A release would also
+// wait for this thread's stores to device memory.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_remote(uint32_t target, float4 v, uint32_t
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
-// Loads 16 bytes of this CTA's shared memory; `load_remote` does it from another CTA's.
+// Loads 16 bytes from this CTA's shared memory; `load_remote` loads from another CTA's.
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
@@ -212,9 +212,8 @@ __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, b
 #undef ZL_WGMMA
 }
 
-// Takes two pieces of 8 columns (2 * pair and the next) in row lane / 4 (+ 8 if `half`) of the accumulators of a
-// product 64 rows high. Two lanes exchange values so that each holds 4 adjacent columns, the first of which is
-// 16 * pair + quad_column().
+// Returns 4 adjacent columns, from 16 * pair + quad_column(), of row lane / 4 (+ 8 if `half`) of the accumulators of a
+// product 64 rows high. Two lanes exchange values of two pieces of 8 columns (2 * pair and the next).
 template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int half, int pair) {
   const bool odd = threadIdx.x % 2 == 1;
   const int i = pair * 8 + half * 2;
@@ -236,7 +235,7 @@ template <int kPending> __device__ __forceinline__ void store_wait() {
 }
 
 // Stores four matrices of 8 rows x 16 bytes. Word i of a lane is its part of matrix i, as in the accumulators of a
-// product; lanes 8i to 8i + 7 give the addresses of the rows of matrix i.
+// product; lanes 8i to 8i + 7 pass the addresses of the rows of matrix i.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])

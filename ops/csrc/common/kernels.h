@@ -6,7 +6,7 @@
 //     U[T,R] = (m*Z) P        and/or        G[D,R] = (m*Z)^T V,
 // as fp32 partial sums over D-splits (for U) and T-splits (for G), or as final sums if the CTAs that share a result can
 // add theirs through shared memory. `reduce` adds the partial sums. Both add in a fixed order without atomics, so the
-// bits of a result depend only on the shapes and the card's number of multiprocessors.
+// bits of a result depend only on the shapes and the GPU's number of multiprocessors.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime_api.h>
@@ -24,13 +24,13 @@ constexpr int kMaxGroup = 16;
 constexpr int kRankChunk = 64;                // maximum ranks of a tensor-core launch
 constexpr int kMmaRows = 64, kMmaCols = 128;  // tile of Z on mma.sync
 constexpr int kWgmmaCols = 128;               // columns of a tile on wgmma
-// Returns the rows of a tile on wgmma. If both results are needed, U is stored after every row of tiles. Above rank 16
-// that is slow, so the two warpgroups alternate on U of smaller tiles: one sends while the other multiplies.
+// Returns the number of rows in a wgmma tile. If both results are needed, U is stored after every row of tiles. Above
+// rank 16 that is slow, so the two warpgroups alternate on U of smaller tiles: one sends while the other multiplies.
 constexpr int wgmma_rows(bool both, int rank_pad) { return both && rank_pad > 16 ? 64 : 128; }
 constexpr int kMaxCluster = 8;  // CTAs that add their sums in shared memory
 // wgmma stores partial sums of U, and of G in a pass for both, as [unit of 8 rows][pair of 8 ranks][lane], 16 bytes
 // each. This is the order of the accumulators, so that a warp stores 512 contiguous bytes. Row by row, with 64 ranks,
-// it would store runs of 64 bytes and take twice as long.
+// it would store runs of 64 bytes, and be half as fast.
 constexpr int kUnitRows = 8;
 __host__ __device__ constexpr int64_t unit_rows(int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows * kUnitRows; }
 
@@ -66,8 +66,8 @@ struct RankPass {
 struct Device {
   int multiprocessors = 0;
   int capability = 0;       // 10 * major + minor
-  int shared_bytes = 0;     // limit for a block
-  int shared_bytes_sm = 0;  // of a multiprocessor
+  int shared_bytes = 0;     // limit per block
+  int shared_bytes_sm = 0;  // limit per multiprocessor
 };
 
 enum class Path : int { simt = 0, mma = 1, wgmma = 2 };
@@ -77,7 +77,7 @@ struct Plan {
   int rank_pad = 0;                // ranks in a row of the partial sums
   int d_blocks_per_cta = 1;        // blocks of 128 columns
   int cluster = 1;                 // CTAs that add their U, or their G in a pass for G only, in shared memory (wgmma)
-  bool finished = false;           // the CTAs write that result instead of partial sums (wgmma)
+  bool finished = false;           // the CTAs write the result itself instead of partial sums (wgmma)
   int merged = 1;                  // works, including this one, that share its launch
   int d_splits = 1, t_splits = 1;  // partial sums of U, of G
   int64_t rows_per_split = 0, cols_per_split = 0;
@@ -110,7 +110,7 @@ void plan_rank_works(RankWork* works, int count, const Device& device);
 cudaError_t launch_rank_works(const RankWork* works, int count, const Device& device, cudaStream_t stream);
 bool wgmma_supported(const RankPass& pass, const Device& device);
 
-constexpr int kMaxMerged = 6;  // works of one launch: their descriptors are kernel parameters, limited to 4 KiB
+constexpr int kMaxMerged = 6;  // works in one launch: their descriptors are kernel parameters, limited to 4 KiB
 void plan_rank_wgmma(RankWork* works, int count, const Device& device);
 int wgmma_slots(int cluster, const Device& device);  // CTAs that run at once, in clusters of this size
 cudaError_t launch_rank_wgmma(const RankWork* works, int count, cudaStream_t stream);
@@ -132,7 +132,7 @@ struct Reduction {
   float scale = 1.f;
   bool accumulate = false;
 };
-constexpr int kMaxReductions = 36;  // of one launch: dh and dB of 16 projections, and some for ranks in chunks
+constexpr int kMaxReductions = 36;  // in one launch: dh and dB for 16 projections, and some for ranks in chunks
 cudaError_t launch_reduce(const Reduction* jobs, int count, const Device& device, cudaStream_t stream);
 
 // target[i, j] = source[i, j], padded with zeros: converts adapters of any type, stride and rank to the kernels'
@@ -164,7 +164,7 @@ struct Expand {
 };
 bool expand_supported(const Expand& job, const Device& device);
 cudaError_t launch_expand(const Expand& job, const Device& device, cudaStream_t stream);
-// The same on Hopper, without a mask or accumulation: for many rows and few ranks.
+// The same as `Expand` on Hopper, without a mask or accumulation: for many rows and few ranks.
 bool expand_wgmma_supported(const Expand& job, const Device& device);
 cudaError_t launch_expand_wgmma(const Expand& job, const Device& device, cudaStream_t stream);
 
@@ -198,7 +198,7 @@ struct Frozen {
 bool frozen_supported(const Frozen& job, const Device& device);
 cudaError_t launch_frozen(const Frozen& job, const Device& device, cudaStream_t stream);
 
-// bitsandbytes NF4: two values a byte, high nibble first; value = code[q] * absmax[i / block]; with double quantization
+// bitsandbytes NF4: 2 values per byte, high nibble first; value = code[q] * absmax[i / block]; with double quantization
 // absmax[b] = nested_code[absmax_q[b]] * nested_absmax[b / nested_block] + *offset.
 struct Nf4 {
   const uint8_t* packed = nullptr;

@@ -14,7 +14,7 @@ struct Quantized {
   Tensor q, scale;
 };
 
-// Quantizes the concatenated rows of all parts, each part times its factors if there are any.
+// Quantizes the concatenated rows of all parts, each multiplied by its factors if given.
 Quantized quantize_parts(const std::vector<Matrix>& parts, at::TensorList factors, at::ScalarType storage,
                          const Tensor& like, cudaStream_t stream) {
   TORCH_CHECK_VALUE(!parts.empty() && parts.size() <= kMaxGroup, text(static_cast<int64_t>(parts.size())),

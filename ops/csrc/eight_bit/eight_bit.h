@@ -28,7 +28,7 @@ struct TransposePart {
   int64_t rows = 0;
 };
 
-// target[i, j] = source[j, i] in bytes, for the concatenated rows of all parts; target has rows of ld bytes.
+// target[i, j] = source[j, i] in bytes, for the concatenated rows of all parts; target rows are ld bytes apart.
 struct TransposeBytes {
   TransposePart part[kMaxGroup];
   int parts = 0;

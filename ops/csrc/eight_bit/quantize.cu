@@ -9,9 +9,9 @@
 namespace zerolora {
 namespace {
 
-constexpr int kVector = 8;     // values that a thread loads at once
+constexpr int kVector = 8;     // values per load of a thread
 constexpr int kHeld = 4;       // vectors of a row per thread
-constexpr int kStages = 3;     // rows that a CTA has at once: one is processed, the others are being copied
+constexpr int kStages = 3;     // rows per CTA in flight: one is processed while the others are copied
 constexpr int kThreads = 896;  // per multiprocessor, in one or more CTAs: more would leave too few registers
 constexpr int kMostWarps = 32;
 constexpr int kWideHeld = 7, kWideThreads = 1024;  // for wider rows
@@ -27,7 +27,7 @@ struct Args {
   Origin origin[kMaxGroup];
 };
 
-// The bits of magnitudes compare like the magnitudes, and a NaN's are largest.
+// The bits of magnitudes compare like the magnitudes, and those of a NaN are largest.
 __device__ __forceinline__ uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 
 // Returns the maximum over a CTA's threads; consecutive calls must use different words of shared memory.
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_cons
   }
 }
 
-// For rows too wide for quantize_kernel, and for cards older than Ampere: one CTA per row.
+// For rows too wide for quantize_kernel, and for GPUs older than Ampere: one CTA per row.
 template <typename T, bool kFp8>
 __global__ void __launch_bounds__(kWideThreads) quantize_wide_kernel(const __grid_constant__ Args a) {
   __shared__ uint32_t warp_maxima[kMostWarps];
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kWideThreads) quantize_wide_kernel(const __gri
   });
 }
 
-// For any type, width and alignment: value by value, read twice.
+// For any type, width and alignment: reads each value separately, and twice.
 template <typename T, bool kFp8> __global__ void __launch_bounds__(256)
     quantize_any_kernel(const __grid_constant__ Args a) {
   __shared__ uint32_t warp_maxima[kMostWarps];
@@ -238,7 +238,7 @@ bool start_persistent(const Args& args, const Device& device, cudaStream_t strea
   const int64_t vectors = args.job.K / kVector, warps = (vectors + kLanes - 1) / kLanes;
   if (device.capability < 80 || warps > kThreads / 32) return false;
   const int threads = static_cast<int>(warps) * 32, bytes = kStages * kHeld * threads * 16;
-  constexpr int kOther = 2048;  // further shared memory of a CTA, in bytes
+  constexpr int kOther = 2048;  // other shared memory of a CTA, in bytes
   constexpr auto kernel = quantize_kernel<T, kFp8, kFactors>;
   if (bytes + kOther > device.shared_bytes || allow_shared_bytes<kernel>(bytes) != cudaSuccess) return false;
   // Without this, shared memory may suffice for only one CTA.

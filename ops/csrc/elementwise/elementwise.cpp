@@ -105,7 +105,7 @@ Pair gated_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up
   return {std::move(grad_gate), std::move(grad_up)};
 }
 
-// Allocates [B, heads, T, D] stored as [B, T, heads, D], so that attention and the projections' gradients get whole
+// Allocates [B, heads, T, D] stored as [B, T, heads, D], so that attention and the projections' gradients read whole
 // rows.
 Tensor heads_like(const Tensor& x) {
   const int64_t heads = x.size(1), T = x.size(2), D = x.size(3);

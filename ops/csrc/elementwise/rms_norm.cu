@@ -5,12 +5,12 @@
 namespace zerolora {
 namespace {
 
-constexpr int kNormThreads = 512;                               // most threads of a team
-constexpr int kNormBlock = 256;                                 // threads of a block if teams are at most a warp
+constexpr int kNormThreads = 512;                               // maximum threads per team
+constexpr int kNormBlock = 256;                                 // threads per block if teams are at most a warp
 template <int W> constexpr int kMostVectors = W == 1 ? 16 : 8;  // per thread: as many as fit its registers
 
-// Adds over a team in a fixed order; all threads get the sum. Call it once per kernel: the shared words are not
-// protected against reuse.
+// Returns the sum over a team, added in a fixed order, to all threads. Call it once per kernel: the shared words are
+// not protected against reuse.
 __device__ __forceinline__ float team_sum(float value) {
   const int team = static_cast<int>(blockDim.x);
   for (int step = min(team, 32) / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);

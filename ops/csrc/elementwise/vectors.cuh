@@ -1,4 +1,4 @@
-// Helpers of the element-wise kernels, which access 16 bytes at a time if the addresses allow it.
+// Helpers for the element-wise kernels, which access 16 bytes at a time if the addresses allow it.
 #pragma once
 #include "common.cuh"
 #include "elementwise.h"

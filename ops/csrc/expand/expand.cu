@@ -14,7 +14,7 @@ template <typename T> __device__ __forceinline__ uint4 load16(const T* address, 
   return valid ? *reinterpret_cast<const uint4*>(address) : make_uint4(0, 0, 0, 0);
 }
 
-// In C of m16n8 a thread holds columns 2c and 2c+1 of each 8. The columns of a group of 32 are distributed over four
+// In C of m16n8, a thread owns columns 2c and 2c+1 of each 8. The columns of a group of 32 are distributed over four
 // such products so that a thread's 8 values are adjacent in memory, one 16-byte store: column 8c + 2j + e is column 2c
 // + e of product j.
 __device__ __forceinline__ int shared_row(int column) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void finish(T* address, const Expand& e, uint4 keep, 
                            (words[j] >> 16 ? high : 0.f) + to_float(bias[2 * j + 1]) + to_float(old[2 * j + 1]));
     else packed[j] = pack2<T>(low, high) & words[j];
   }
-  // The compiler may split an assignment into four 4-byte stores.
+  // An assignment may be compiled to four 4-byte stores.
   __stwb(reinterpret_cast<uint4*>(address), make_uint4(packed[0], packed[1], packed[2], packed[3]));
 }
 
@@ -120,7 +120,7 @@ constexpr int kBlocksFewer = 0;
 #endif
 
 // A CTA keeps Q of its columns and iterates over its rows. Without kAdd there is always a mask; threshold 0 keeps all.
-// Drawing the mask saturates the integer units, so every other instruction in the loop costs time.
+// Drawing the mask saturates the integer units, so every other instruction in the loop adds time.
 template <typename T, int kSteps, bool kAdd>
 __global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
     expand_kernel(const __grid_constant__ Expand e, const int64_t col_tiles, const int64_t rows_per_cta) {
@@ -173,7 +173,7 @@ template <typename T, int kSteps, bool kAdd>
 cudaError_t start(const Expand& e, const Device& device, cudaStream_t stream) {
   constexpr int64_t kLongest = 8;  // tiles
   const int64_t col_tiles = (e.D + kCols - 1) / kCols, row_tiles = (e.T + kRows - 1) / kRows;
-  const int64_t wanted = 4 * device.multiprocessors;  // CTAs: enough to fill the card
+  const int64_t wanted = 4 * device.multiprocessors;  // CTAs: enough to fill the GPU
   const int64_t length = std::clamp((col_tiles * row_tiles + wanted - 1) / wanted, int64_t{1}, kLongest);
   const int64_t ctas = col_tiles * ((row_tiles + length - 1) / length);
   const int depth = kSteps > 0 ? kSteps * 16 : (e.R + 15) / 16 * 16, bytes = kCols * (depth + kPad) * 2;

@@ -1,5 +1,5 @@
 // Between the two products of the experts: u = u0 + h B^T + bias, a = f(gate) up, and its derivative. A warp processes
-// 16 rows, 32 columns of a at a time; a lane has 8 adjacent columns of two rows of gate and of up.
+// 16 rows, 32 columns of a at a time; a lane processes 8 adjacent columns of two rows of gate and up.
 #include "expert_tiles.cuh"
 
 namespace zerolora {

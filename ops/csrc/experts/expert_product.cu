@@ -1,10 +1,10 @@
 // The frozen product of all experts fused with the adapter's term, on Hopper (sm_90a):
 //     Y[N,D] = H[N,R] Q + X[N,K] W   for rows sorted by expert, each with its expert's W and Q; fp32 sums, rounded once
 //
-// It shares the parts of frozen.cu: clusters of two CTAs of adjacent rows share W. A cluster's tile has 256 rows of one
-// expert and 256 columns; the list of tiles is on the device. An expert's rows seldom fill its last tile: a warpgroup
-// without rows multiplies nothing, and a partial tile is stored row by row, because the next rows belong to another
-// expert.
+// Like frozen.cu, it uses frozen_tiles.cuh: clusters of two CTAs of adjacent rows share W. A cluster's tile has 256
+// rows of one expert and 256 columns; the list of tiles is on the device. An expert's rows seldom fill its last tile: a
+// warpgroup without rows multiplies nothing, and a partial tile is stored row by row, because the next rows belong to
+// another expert.
 #ifdef ZEROLORA_HOPPER
 #include "frozen_tiles.cuh"
 #endif

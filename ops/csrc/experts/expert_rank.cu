@@ -73,7 +73,7 @@ template <int kRowPieces> __device__ __forceinline__ uint32_t swizzled_offset(in
   return static_cast<uint32_t>((row * kRowPieces + (piece ^ rotation)) * 16);
 }
 
-// One CTA per expert and 128 columns; a warp has 32 of the columns and all ranks.
+// One CTA per expert and 128 columns; a warp computes 32 of the columns and all ranks.
 template <typename T, int kRanks, bool kMask>
 __global__ void __launch_bounds__(128) gradient_kernel(const ExpertGradient job, int rank_begin, bool f32) {
 #if __CUDA_ARCH__ >= 800

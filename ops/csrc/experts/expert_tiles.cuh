@@ -1,7 +1,7 @@
-// Helpers of the experts' kernels: a CTA's rows, and products of 16 rows from registers loaded in memory order.
+// Helpers for the experts' kernels: a CTA's rows, and products of 16 rows from registers loaded in memory order.
 //
 // A product's K index may be permuted if both operands are, and so may its columns. Thus lanes load 8 or 16 adjacent
-// bytes without shared memory. A lane has rows lane / 4 and lane / 4 + 8 of the 16, and piece lane % 4 of a row.
+// bytes without shared memory. A lane loads rows lane / 4 and lane / 4 + 8 of the 16, and piece lane % 4 of a row.
 #pragma once
 #include "common.cuh"
 #include "experts.h"
@@ -36,7 +36,7 @@ template <typename T> __device__ __forceinline__ void unpack(uint4 words, float 
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = to_float(values[i]);
 }
-// Zeroes the dropped ones of 8 adjacent values; `keep` has ones over the 16 bits of those to keep.
+// Zeroes the dropped values among 8 adjacent ones; `keep` has ones over the 16 bits of those to keep.
 __device__ __forceinline__ void drop(float (&v)[8], uint4 keep) {
   const uint32_t words[4] = {keep.x, keep.y, keep.z, keep.w};
 #pragma unroll
@@ -44,7 +44,7 @@ __device__ __forceinline__ void drop(float (&v)[8], uint4 keep) {
     if ((words[i / 2] >> (i % 2 * 16) & 1u) == 0) v[i] = 0.f;
 }
 
-// Returns the lane's column of tile j of 4 in the second operand's order; `stride` is the distance of lanes' columns.
+// Returns the lane's column of tile j of 4 in the second operand's order; `stride`: distance between lanes' columns.
 __device__ __forceinline__ int octet_column(int j, int stride) {
   const int n = threadIdx.x % 32 / 4;
   return n / 2 * stride + j * 2 + n % 2;

@@ -15,7 +15,7 @@ using Pair = std::tuple<Tensor, Tensor>;
 const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
-// Checks the properties that the kernels, which only get a pointer, assume of a tensor.
+// Checks the properties that the kernels, which only receive a pointer, assume of a tensor.
 void check_ready(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " ", text(tensor), " of strides ", text(tensor.strides()),
                     ": make it contiguous");
@@ -38,7 +38,7 @@ ExpertRows rows_from(const Tensor& order, const Tensor& ends, const Tensor& tile
                     " rows");
   return rows;
 }
-// Checks Z, which has the rows themselves or, with gathering, one row for every per_source pairs.
+// Checks Z, which contains the rows themselves or, with gathering, one row for every per_source pairs.
 void check_rows(const Tensor& z, const ExpertRows& rows) {
   check_ready(z, "z");
   TORCH_CHECK_VALUE(z.dim() == 2 && z.size(0) * std::max(rows.per_source, 1) == rows.N, "z ", text(z), " for ",

@@ -72,7 +72,7 @@ struct ExpertProject {
 };
 cudaError_t launch_expert_project(const ExpertProject& job, cudaStream_t stream);
 
-// G[E,R,D] = V^T (keep*Z), or its transpose [E,D,R], summed over the rows of each expert; V has the factor 1/(1-p).
+// G[E,R,D] = V^T (keep*Z), or its transpose [E,D,R], summed over the rows of each expert; V includes 1/(1-p).
 struct ExpertGradient {
   DType dtype = DType::bf16, out_dtype = DType::bf16;
   ExpertRows rows;

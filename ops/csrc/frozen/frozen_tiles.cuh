@@ -66,7 +66,7 @@ struct Walk {
   }
 };
 
-// Multiplies, which uses only the floating-point pipe; a select would also use the comparison's pipe.
+// Multiplies by zero, which uses only the floating-point pipe; a select would also use the comparison pipe.
 __device__ __forceinline__ void zero_dropped(float& value, uint32_t kept) {
   asm("{\n.reg .pred dropped;\nsetp.eq.u32 dropped, %1, 0;\n@dropped mul.f32 %0, %0, 0f00000000;\n}"
       : "+f"(value)

@@ -4,7 +4,7 @@
 // Saved for the backward: x, h, the seed, and the weights and adapters exactly as passed, because ZeRO-3 frees a
 // Parameter after the forward and gathers the same tensor before the backward. They are saved before the outputs are
 // computed: a recomputed checkpoint region stops at the last tensor its backward needs (torch's early
-// stop), so the outputs of a linear at its end (a layer's down projection) are not computed twice.
+// stop), so the outputs of a linear layer at its end (a down projection) are not computed twice.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -95,12 +95,12 @@ Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base,
                   p, seed, need_x, need_down, need_up);
 }
 
-// Saved tensors. A context stores its own only after `forward` has returned.
+// Saved tensors, because a context stores its own only after `forward` has returned.
 struct Saved : torch::CustomClassHolder {
   std::vector<torch::autograd::SavedVariable> variables;
 };
 
-// Variables in the order of the arguments below: x, weights, states, biases, downs, ups, then the seed.
+// Saves variables in the order of the arguments below: x, weights, states, biases, downs, ups, then the seed.
 struct Group : torch::autograd::Function<Group> {
   static Tensors forward(AutogradContext* ctx, const Tensor& x, const at::TensorList& weights,
                          const at::TensorList& states, const at::TensorList& biases, const at::TensorList& downs,

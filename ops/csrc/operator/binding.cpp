@@ -81,14 +81,14 @@ Tensor dequantize_nf4(const Tensor& packed, at::TensorList state, int64_t rows, 
   return out;
 }
 
-// Dequantizes the weights of a group; `states` are all weights' states, concatenated. After its product a dequantized
+// Dequantizes the weights of a group; `states` are all weights' states, concatenated. After its product, a dequantized
 // weight's memory returns to torch's allocator, which reuses it for the next call on this stream.
 struct PackedWeights {
   at::TensorList packed, states;
   at::IntArrayRef rows;
   int64_t cols, block, nested_block;
   at::ScalarType dtype;
-  // Weights of a group share a product if together they take less memory than one weight of a large model.
+  // Weights of a group share a product if together they need less memory than one weight of a large model.
   size_t at_once() const {
     constexpr int64_t kMostBytes = 64 << 20;
     const int64_t all = std::accumulate(rows.begin(), rows.end(), int64_t{0}) * cols;
@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensors, Tensors> nf4_backward(at::TensorList grads, const Te
   return backward(grads, x, {weight, weight.at_once()}, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
 }
 
-// Writes the gradients of the adapter alone into the given tensors, or adds them; h is recomputed.
+// Writes the gradients of the adapter alone to the given tensors, or adds them; h is recomputed.
 void adapter_backward_(const Tensor& grad, const Tensor& x, const Tensor& down, const Tensor& up, double scale,
                        Tensor& grad_x, Tensor& grad_down, Tensor& grad_up, bool accumulate) {
   const c10::cuda::CUDAGuard guard(x.device());

@@ -6,8 +6,8 @@
 
 namespace zerolora {
 
-// Returns the outputs and h. `projected` is an earlier result of `lora_project` for the same arguments; then the
-// returned h is empty. `write(i, y, x, h, B, bias)` writes the output of projection i.
+// Returns the outputs and h. `projected` is an earlier result of `lora_project` for the same arguments; if given,
+// the returned h is empty. `write(i, y, x, h, B, bias)` writes the output of projection i.
 template <typename Write>
 std::tuple<Tensors, Tensor> group_forward(const Tensor& x, at::IntArrayRef outs, at::TensorList biases,
                                           at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales,

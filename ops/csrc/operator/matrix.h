@@ -39,7 +39,7 @@ inline void check(cudaError_t status, const char* what) {
   TORCH_CHECK(status == cudaSuccess, "zerolora: ", what, ": ", cudaGetErrorString(status));
 }
 
-#ifndef ZEROLORA_CAPABILITY  // set by the builder for PTX-only builds, which lack the kernels of newer cards
+#ifndef ZEROLORA_CAPABILITY  // set by the builder for PTX-only builds, which lack the kernels for newer GPUs
 #define ZEROLORA_CAPABILITY 1000
 #endif
 
@@ -99,8 +99,8 @@ inline Matrix flatten_rows(const Tensor& tensor) {
   return {owner.data_ptr(), rows, width, rows <= 1 ? width : owner.stride(0), to_dtype(owner), owner};
 }
 
-// Describes the NF4 weights in `packed`, of one matrix or of several experts ([experts, rows, cols], quantized one by
-// one). state: [absmax, code] or, double-quantized, [absmax, code, nested absmax, nested code, offset].
+// Describes the NF4 weights in `packed`: one matrix, or several experts [experts, rows, cols] that are quantized
+// separately. state: [absmax, code] or, double-quantized, [absmax, code, nested absmax, nested code, offset].
 inline Nf4 describe_nf4(const Tensor& packed, at::TensorList state, at::IntArrayRef shape, int64_t block,
                         int64_t nested_block) {
   TORCH_CHECK_VALUE(state.size() == 2 || state.size() == 5, "NF4 state of ", text(state.size()),
@@ -132,7 +132,7 @@ inline std::vector<int64_t> shape_like(const Tensor& x, int64_t last) {
 }
 
 // C = alpha op(A) op(B) + beta C with cuBLAS on torch's handle (its stream, workspace and precision settings); op
-// transposes if `transpose_*` is set.
+// is a transpose if `transpose_*` is set.
 inline void product(const Matrix& c, float alpha, const Matrix& a, bool transpose_a, const Matrix& b, bool transpose_b,
                     float beta, cudaStream_t stream) {
   if (c.rows == 0 || c.cols == 0) return;

@@ -1,4 +1,4 @@
-// The passes of the forward and the backward as kernel launches, or as products of cuBLAS if those are faster.
+// The passes of the forward and the backward as kernel launches, or as cuBLAS products if those are faster.
 // Legend: T tokens, I in, O out, R rank; the ranks of a group are concatenated, each padded to a multiple of 8.
 #pragma once
 #include <algorithm>
@@ -55,7 +55,7 @@ inline Reduction make_reduction(const Target& target, const RankWork& work, bool
   return r;
 }
 
-// Runs the primitive for every job with at most kRankChunk ranks per launch, merging the projections of a group where
+// Runs the primitive for every job with at most kRankChunk ranks per launch, merging the projections of a group if
 // the kernel can, and adds the partial sums in one launch. A job's first launch stores the mask's bits for the others.
 inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStream_t stream) {
   const Device& device = device_info(like);
@@ -173,7 +173,7 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
   return h;
 }
 
-// Returns whether two products of cuBLAS are faster than our pass: in fp32, where arithmetic is the limit, and for a
+// Returns whether two cuBLAS products are faster than our pass: in fp32, where arithmetic is the limit, and for a
 // rank that needs several launches over a matrix that stays in L2 (docs/lab/operators.md). Groups share our pass.
 inline bool prefer_products(const Matrix& z, int64_t rank, size_t projections) {
   constexpr int64_t kCached = 1 << 25, kSmall = 1 << 22;  // elements

@@ -11,7 +11,7 @@ namespace zerolora {
 // The group's weights [O, I]: stored ones, or dequantized on demand.
 struct Weights {
   c10::function_ref<Matrix(size_t)> of;
-  size_t at_once;  // how many may be in memory together
+  size_t at_once;  // how many may be in memory at the same time
 };
 
 // The name of frozen products in profiles.
@@ -43,7 +43,7 @@ inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, 
 }
 
 // Returns whether our kernel is faster than writing the adapter's term and adding cuBLAS's product to it. A round with
-// few tiles costs as much as a full one, while cuBLAS has smaller tiles; this loss grows with the depth K. The gain
+// few tiles costs as much as a full one, while cuBLAS uses smaller tiles; this loss grows with the depth K. The gain
 // grows with the number of parts, which are not added to a stored sum. The constants are fitted to 136 results of
 // tests/bench/frozen_shapes.py: cuBLAS also loses 5 %, and the gain per part corresponds to a depth of 300.
 inline bool is_frozen_faster(const Frozen& job, const Device& device) {

@@ -18,7 +18,7 @@ template <int RP> struct Slices {
   __device__ explicit Slices(int cluster) : units(kUnits / cluster) {}
 };
 
-// Sends the accumulators of m64nRPk16, of which warp w holds the units 2 w and 2 w + 1: warps of both warpgroups if a
+// Sends the accumulators of m64nRPk16, of which warp w owns units 2 w and 2 w + 1: warps of both warpgroups if a
 // tile has 128 rows, of one otherwise.
 template <int RP>
 __device__ __forceinline__ void send_slices(const float (&u)[RP / 2], uint32_t exchange, uint32_t full, int cluster) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void add_slices(Put put, int64_t row0, int row_blocks
         sum.x += value[s].x, sum.y += value[s].y, sum.z += value[s].z, sum.w += value[s].w;
       put(row0, i, sum);
     }
-    if (block + kExchanges >= row_blocks) continue;  // no sender waits for it; they may have exited
+    if (block + kExchanges >= row_blocks) continue;  // no sender waits for this signal; they may have exited
     named_sync(kAdders);
     if (thread < cluster) barrier_arrive_remote(remote_address(free + buffer * 8, thread));
   }
@@ -105,7 +105,7 @@ struct Share {
   int first, last;
 };
 
-// Adds the `pieces` over the cluster, a part in each CTA; returns which sums this thread has.
+// Adds the `pieces` over the cluster, a part in each CTA; returns which sums this thread computed.
 template <int kThreads, typename Address>
 __device__ __forceinline__ Share add_over_cluster(int pieces, int cluster, Address address) {
   const int each = (pieces + cluster - 1) / cluster, begin = cluster_rank() * each;

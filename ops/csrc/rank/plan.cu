@@ -1,4 +1,4 @@
-// Chooses the kernel of a rank pass and how to split its work: tensor cores if type, alignment and card allow them.
+// Chooses the kernel of a rank pass and how to split its work: tensor cores if type, alignment and GPU allow them.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -96,15 +96,15 @@ int64_t tile_rows(const RankPass& pass) {
 }
 
 // All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/lab/operators.md).
-// There are two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and
+// There are two sets: "hot" for kHot tokens and more, measured right after large products, which heat the GPU and
 // lower its clock as training does; "cool" for fewer tokens. Costs that are equal for all splits are omitted, as are
 // those that changed no important choice (tests/bench/plan_constants.py), so these costs only serve comparison.
 constexpr int64_t kHot = 2048;
 constexpr double kRead = 3.3e6;  // rate of a reduction's reads
 
 // A pass for both results. Times of a CTA for a tile, however few others run, and for each row of tiles, which is
-// longer if it adds to its cluster's U; together all CTAs read and write at `memory`. Rank 32 has the tiles of rank 64
-// and, on a hot card, its times.
+// longer if it adds to its cluster's U; together all CTAs read and write at `memory`. Rank 32 uses the tiles of rank 64
+// and, on a hot GPU, its times.
 struct TimesOfBoth {
   double cluster, tile, row, row_clustered, memory;
 };
@@ -220,7 +220,7 @@ template <typename Visit> void try_cuts(RankWork* works, int count, const Device
   // 15 % longer.
   const bool one_wide = g && !both && drawn(first);
   for (const int cluster : kClusters) {
-    if (both && (cluster & (cluster - 1)) != 0) continue;  // a row of tiles has 8 or 16 units to distribute
+    if (both && (cluster & (cluster - 1)) != 0) continue;  // must divide the 8 or 16 units of a row of tiles
     if (one_wide && cluster > 1) break;
     const int slots = wgmma_slots(cluster, device);
     for (int blocks = 1; blocks <= (g && !one_wide ? 4 : 1); blocks *= 2)

@@ -1,6 +1,6 @@
 // The rank-space primitive on mma.sync (compute capability 8.0 or higher, f16 and bf16): Z is read once for U and G.
 //
-// A CTA of 4 warps has 128 * kBlocks columns and a range of rows, and iterates over tiles of 64 rows x 128 columns:
+// A CTA of 4 warps computes 128 * kBlocks columns and a range of rows, over tiles of 64 rows x 128 columns:
 //     U[64, R]   += Ztile[64, 128] P[128, R]     each warp 16 rows; summed over the CTA's column blocks in registers
 //     G[128, R]  += Ztile^T[128, 64] V[64, R]    each warp 32 columns; summed over the CTA's rows in registers
 // Both read the tile from shared memory with ldmatrix, transposed for G, so device memory is read once.

@@ -7,7 +7,7 @@
 //     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]         over the CTA's column blocks
 //     G[64 columns of this warpgroup, R]  += Z[rows, 64]^T V[rows, R]     over the CTA's row blocks
 // The CTAs of a cluster add their sums through shared memory (exchange.cuh), in the order of their columns or rows: a
-// cluster stores one partial sum instead of one per CTA, or the result if it has all of its terms. In a pass for both,
+// cluster stores one partial sum instead of one per CTA, or the result if it sums all of its terms. In a pass for both,
 // CTAs of adjacent columns add U, one row of tiles after the other; with tiles of 64 rows the warpgroups alternate on
 // U, so that one multiplies while the other sends. Passes for one result add at their end; in a pass for G the CTAs of
 // a cluster have adjacent rows.

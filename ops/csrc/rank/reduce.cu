@@ -22,8 +22,8 @@ __device__ __forceinline__ void discard_line(const float* line) {
 #endif
 }
 
-// Adds up to N partial sums, with all loads in flight before the first is added: loading a remainder one by one would
-// wait for each. Positions past the last one reload it without adding it.
+// Adds up to N partial sums, with all loads in flight before the first is added; loading a remainder one by one would
+// wait for each load. Positions past the last one reload it without adding it.
 template <int N, int V>
 __device__ __forceinline__ void add_partials(float (&sum)[V], const float* source, int64_t stride, int first,
                                              int splits) {
@@ -94,8 +94,8 @@ int64_t count_threads(const Reduction& r, int width) {
   return r.in_units ? unit_rows(r.rows) * r.ld_partial / width : r.rows * ((r.cols + width - 1) / width);
 }
 
-// Returns the shared memory per block that limits a multiprocessor to its fraction of the blocks. Without it the first
-// free multiprocessors take as many blocks as they can, and few of them do all reads: 64 of them for 256 blocks.
+// Returns the shared memory per block that limits a multiprocessor to its fraction of the blocks. Without this limit,
+// the first free multiprocessors run as many blocks as fit, and few do all reads: 64 of them for 256 blocks.
 int spreading_shared_bytes(unsigned blocks, const Device& device) {
   const int share = static_cast<int>((blocks + device.multiprocessors - 1) / device.multiprocessors);
   if (device.capability < 90 || share >= kMostBlocks) return 0;

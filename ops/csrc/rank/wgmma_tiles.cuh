@@ -9,10 +9,10 @@ namespace {
 
 constexpr int kRows = 128, kCols = kWgmmaCols, kConsumers = 256, kCopiers = 128;
 constexpr int kBox = 64 * 2;  // bytes in a row of a box of Z: one 128-byte swizzle atom
-// In passes for U alone or G alone: bytes of 128 rows x 64 columns, and of a tile. Layout has the sizes of all passes.
+// In passes for U alone or G alone: bytes of 128 rows x 64 columns, and of a tile. Sizes for all passes: Layout.
 constexpr int kHalfBytes = kRows * kBox, kTileBytes = 2 * kHalfBytes;
 constexpr int kBitsRow = 16;          // bytes of Dropout::bits in a row of a tile
-constexpr int kSharedBytes = 232448;  // the limit for a block
+constexpr int kSharedBytes = 232448;  // the limit per block
 
 struct Problem {
   CUtensorMap z, p, v;
@@ -153,7 +153,7 @@ template <int RP> __device__ __forceinline__ float* partial_g(const Problem& a, 
   return a.g + split * unit_rows(a.D) * RP;
 }
 
-// Store 16-byte piece i, counted from the unit of row0, as partial sums or into a target.
+// Stores 16-byte piece i, counted from the unit of row0, as partial sums or into a target.
 template <int RP>
 __device__ __forceinline__ void store_partial_piece(float* partial, int64_t rows, int64_t row0, int i, float4 sum) {
   if (row0 + i / (2 * RP) * kUnitRows < rows) reinterpret_cast<float4*>(partial + row0 * RP)[i] = sum;
