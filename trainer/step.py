@@ -1,8 +1,8 @@
 """An optimizer step: the token-weighted global loss, its gradient, and the update.
 
 The loss of a step is the weighted sum of the token losses over all ranks and micro-steps, divided by N, the sum of
-these weights (the number of target tokens if all weights are 1). Neither padding nor the split into micro-batches
-therefore changes the gradient. DeepSpeed divides by the accumulation steps and averages over ranks; each micro-step
+these weights (the number of target tokens if all weights are 1), so that neither padding nor the split into
+micro-batches changes the gradient. DeepSpeed divides by the accumulation steps and averages over ranks; each micro-step
 therefore passes sum_local * world * accumulation / N to it.
 """
 

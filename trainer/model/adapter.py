@@ -150,7 +150,7 @@ def apply_adapter(
 
 
 def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
-    """Load the adapter at `lora.adapter_path`; the meta device is supported. Raises UserError on a mismatch."""
+    """Load the adapter at `lora.adapter_path`. The model may be on the meta device. Raises UserError on a mismatch."""
     error_prefix = f"lora.adapter_path={lora.adapter_path}: does not match this model"
     return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
 

@@ -33,7 +33,7 @@ _CACHE: dict[tuple[type, str], "GradientCoverage"] = {}
 
 @dataclass(frozen=True)
 class GradientCoverage:
-    """Lists the linear layers and experts that receive no gradient, or only one from long sequences."""
+    """Lists the linear layers and experts that receive no gradient, or receive one only from long sequences."""
 
     unreached: dict[str, str]
     """Paths of the layers that an adapter cannot train, with the reason."""
@@ -130,7 +130,7 @@ def _fill_parameters(module: nn.Module) -> None:
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind. Return a function that adds the paths of dropped layers to others."""
+    """Keep one decoder layer of each kind; return a function that adds the dropped layers' paths to given paths."""
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Find adapted layers that an inference server would ignore, producing other output than the trained model.
+"""Find adapted layers that an inference server would ignore, so that it would not reproduce the trained model.
 
 The lists are based on tests with vLLM 0.32 (tests/servers/test_vllm.py) and on SGLang's source.
 """

@@ -231,7 +231,7 @@ class Steering:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the `scu/*` metrics of the last applied measurement, which precedes a pending measurement."""
+        """Return the `scu/*` metrics of the last applied measurement, not of a pending one."""
         values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":
             values["scu/target"] = self.law.target

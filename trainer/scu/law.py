@@ -3,7 +3,7 @@
 The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the KL divergence from the base model in bits per token.
 
 `logit` and `kl` (ours):  L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
-    until M first reaches the target, lambda is constant: lambda_start (logit), or 0 (kl; then it is lambda_start);
+    until M first reaches the target, lambda is constant: lambda_start (logit), or 0 (kl, and then lambda_start);
         logit waits for at most `patience` updates, since S stays below the target if lambda_start is too large
     e = L_hat - L(target);   |e| <= deadband: lambda is unchanged
     otherwise  ln lambda <- ln lambda + P(e) - P(previous e) + Ki clip(e, -bound, bound), within lambda's bounds
@@ -38,7 +38,7 @@ LAG_STEPS = 20.0
 SMALL_ERROR = 0.05
 """Noise in the smoothed error between steps: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
 PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
-"""S settles under a constant lambda within this many lags of the weights or this fraction of the run, the longer."""
+"""S settles under a constant lambda within the longer of this many weight lags and this fraction of the run."""
 TINY = 1e-12
 GRANITE_GAINS = (0.6, 0.1)
 
