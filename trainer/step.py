@@ -79,7 +79,7 @@ class StepContext:
 
 
 class StepInFlight:
-    """A launched step, whose results are copied from the device while the host launches the next step."""
+    """A launched step. Its results are copied from the device while the host launches the next step."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         """Start copying `numbers`, an fp64 vector on the device, to the host.

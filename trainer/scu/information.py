@@ -138,7 +138,7 @@ class AdapterInformation:
         """Return bounds on Q if elements of A (B) move by at most reach_a (reach_b), the sum of learning rates.
 
         factors: from (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
-        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), whose norm is added to and subtracted from the current norm.
+        s ((|B| + reach_b)(|A| + reach_a) - |B||A|); the bounds are the current norm plus and minus the norm of that.
         """
         low = high = 0.0
         for chunk in self.chunks:
