@@ -1,1 +1,1 @@
-"""The code of every rank of a zerolora run: configuration, data, model, engine, loop, checkpoints, reports."""
+"""The trainer: configuration, data, model, engine, training loop, checkpoints, reports and commands."""

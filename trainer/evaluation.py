@@ -1,4 +1,4 @@
-"""The evaluations of a run: the held-out loss, scores, and samples."""
+"""Evaluation during a run: held-out loss, scores, and samples."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -27,16 +27,16 @@ class Evaluation:
         scored: bool = False,
         best: str = "loss",
     ) -> None:
-        """Set up evaluations: `scored` is whether the task has scores, `best` is `training.best_metric`."""
+        """Set up evaluation; `scored` is whether the task has scores, `best` the value of `training.best_metric`."""
         self.has_data, self.is_defined, self._best = held_out, held_out or scored, best
         self.sign = 1.0
-        """-1 if higher values of the best metric are better."""
+        """-1 if a higher value of the best metric is better, otherwise 1."""
         self._task, self._engine, self._loss, self._say = task, engine, loss, say
 
     def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
-        """Return `training.best_metric`, negated if higher is better, and all metrics; a collective call.
+        """Return the metric `training.best_metric`, negated if higher is better, and all metrics; a collective call.
 
-        The `first` evaluation also measures the base model's scores.
+        With `first`, also measure the base model's scores.
         """
         values: dict[str, float] = {}
         with use_averaged_weights(self._engine):
@@ -58,7 +58,7 @@ class Evaluation:
 
     @phase("evaluate")
     def measure_loss(self) -> tuple[float, dict[str, float]]:
-        """Return the held-out loss per target and metrics derived from it; a collective call."""
+        """Return the held-out loss per target token, and metrics derived from it; a collective call."""
         loss = self.compute_held_out_loss()
         if not math.isfinite(loss):
             self._say(
@@ -69,11 +69,11 @@ class Evaluation:
         return loss, self._loss.values(training=False) or self._task.loss_metrics(loss)
 
     def compute_held_out_loss(self) -> float:
-        """Return the held-out loss per target, in nats; a collective call."""
+        """Return the held-out loss in nats per target token; a collective call."""
         return self.compute_mean_loss(self._task.evaluation())
 
     def compute_mean_loss(self, batches: Iterable[Any]) -> float:
-        """Return the mean loss per target in nats; a collective call."""
+        """Return the mean loss over `batches` in nats per target token; a collective call."""
         return evaluate_loss(self._engine, self._loss, batches)[0]
 
     def sample(self, when: str, step: int, folder: Any) -> None:

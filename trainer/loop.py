@@ -24,7 +24,7 @@ MAX_CONSECUTIVE_NONFINITE = 10
 
 
 class RemoteNonfiniteError(FloatingPointError, OtherRankError):
-    """Raised if a loss on another rank was not finite."""
+    """Raised if the loss on another rank is not finite."""
 
 
 class Loop:
@@ -44,7 +44,7 @@ class Loop:
         checkpoints: CheckpointManager | None,
         counted: Sequence[str],
     ) -> None:
-        """Prepare the loop; `evaluate` returns the value to compare (lower is better), and all metrics.
+        """Prepare the loop; `evaluate` returns the metric to compare (lower is better) and all metrics.
 
         `counted` is `Task.counted`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
         """
@@ -58,7 +58,7 @@ class Loop:
         """Whether `training.early_stopping` ended the run."""
         self.latest: StepResult | None = None
         """Result of the last finished step."""
-        # The step's number, the step, and metrics known at its launch.
+        # The number of the step in flight, the step itself, and the metrics known at its launch.
         self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None
         self._previous: StepInFlight | None = None
         self._started = 0.0
@@ -67,7 +67,7 @@ class Loop:
     def run(self) -> None:
         """Train until all steps are done, a signal arrives or early stopping triggers; then save.
 
-        Raises UserError, after saving, for unusable data, which all ranks detect in the same step. On a GPU a step's
+        Raises UserError, after saving, for unusable data; all ranks detect it in the same step. On a GPU a step's
         results are read during the next step, so that the GPU never idles.
         """
         self._stop_request.training = True
@@ -88,7 +88,7 @@ class Loop:
 
     @property
     def should_continue(self) -> bool:
-        """Whether steps are left and no signal has arrived."""
+        """Whether steps remain, and neither early stopping nor a signal has ended the run."""
         return not self.is_done and not self._stop
 
     def after_step(self) -> None:
@@ -109,8 +109,8 @@ class Loop:
         self._save(at_the_end=True)
 
     def save_and_raise(self, error: UserError) -> NoReturn:
-        """Save a checkpoint, then raise the error for unusable data, with instructions to resume."""
-        # If one rank runs out of memory, the others are inside the step and cannot save.
+        """Save a checkpoint, then raise `error` with instructions to resume."""
+        # If one rank runs out of memory, the other ranks are still inside the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error
         self._finish_step()
@@ -132,7 +132,7 @@ class Loop:
             hook.before_step(self.position.step + 1)
 
     def advance(self, launched: StepInFlight, consumed: int) -> None:
-        """Advance the position by a launched step, which used `consumed` samples over all ranks."""
+        """Advance the position past a launched step that used `consumed` samples across all ranks."""
         context, position = self._context, self.position
         for hook in self._hooks:
             hook.after_launch(position.step + 1)
@@ -161,7 +161,7 @@ class Loop:
         return launched, consumed
 
     def fetch(self) -> tuple[Sequence[Any], int]:
-        """Return this rank's micro-batches of the next step, and the number of samples used over all ranks."""
+        """Return this rank's micro-batches for the next step, and the number of samples used across all ranks."""
         context, position = self._context, self.position
         with phase("data"), context.time_own_work(on_device=False):
             batches, consumed = context.batches.step_batches(position.epoch, position.offset)
@@ -177,7 +177,7 @@ class Loop:
             self._checkpoints.copies.make_updates_wait()
 
     def wants_save(self) -> bool:
-        """Return whether `save_minutes` have passed on rank 0; other ranks learn it from the step's result."""
+        """Return whether `save_minutes` have passed; only rank 0 decides, and the step's result informs all ranks."""
         minutes = self._training.save_minutes
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
@@ -208,7 +208,7 @@ class Loop:
         self._previous = None
 
     def _check_finite(self, step: int, result: StepResult) -> None:
-        """Raise FloatingPointError if a non-finite step must stop the run; such a step changes no weights."""
+        """Raise FloatingPointError if a non-finite loss or gradient must stop the run; the step changed no weights."""
         position = self.position
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
         if result.applied and math.isfinite(result.loss_sum):
@@ -234,7 +234,7 @@ class Loop:
         context, position, counted = self._context, self.position, self._counted
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
-        # All ranks must call these, since some of them sum over ranks.
+        # All ranks must call the hooks, since some of them sum over ranks.
         measured = [hook.after_step(finished) for hook in self._hooks]
         measured += [context.loss.values()] if is_logged else []
         if self._reporter is None:
@@ -267,7 +267,7 @@ class Loop:
         if self._evaluate is None or not training.eval_steps:
             return
         is_due = position.step % training.eval_steps == 0
-        # The last weights may be better than the best ones so far.
+        # The final weights may be better than the best so far.
         if not is_due and not (training.best_checkpoint and position.step == self._total_steps):
             return
         self._pause()
@@ -285,9 +285,9 @@ class Loop:
             self.stopped_early = patience is not None and position.worse_in_a_row >= patience
 
     def _save(self, *, at_the_end: bool = False) -> None:
-        """Save a checkpoint; at the end, wait until it is written. A full disk does not stop training.
+        """Save a checkpoint; with `at_the_end`, wait until it is written. Otherwise a full disk does not stop training.
 
-        The copies are launched before waiting for the step's result; otherwise the device would be idle meanwhile.
+        Copies to the host are launched before the step's result is read, so that the device does not idle.
         """
         self._save_requested = False
         if self._checkpoints is None:
@@ -317,8 +317,8 @@ class Loop:
 def exclude_from_garbage_collection() -> Iterator[None]:
     """Exclude all existing objects from garbage collection within the block.
 
-    Traversing half a million objects of the model and libraries would delay one rank by tenths of a second in some
-    steps, while the others wait.
+    Otherwise one rank would spend tenths of a second in some steps on traversing half a million objects, while all
+    other ranks wait.
     """
     gc.collect()
     gc.freeze()

@@ -37,7 +37,7 @@ LONG_LOAD_S = 3.0
 
 
 class Run:
-    """A training run on one rank; attributes without a default are listed in the order of their assignment."""
+    """A training run on one rank; attributes without a default are listed in the order in which they are set."""
 
     has_checkpoints = True
     build_evaluation: Callable[..., Evaluation] = Evaluation
@@ -62,9 +62,9 @@ class Run:
     loop: Loop
     evaluation: Evaluation
     resident: int
-    """GPU memory in bytes that is allocated once the engine has started, and stays allocated."""
+    """GPU memory in bytes that is allocated after the engine has started, and stays allocated."""
     peak: int
-    """Peak GPU memory in bytes, the maximum over all ranks."""
+    """Peak GPU memory in bytes; the maximum across ranks."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class Run:
         *,
         verbose: bool = True,
     ) -> None:
-        """Prepare the run; on rank 0, `lock` is the lock of the run's folder.
+        """Prepare the run; on rank 0, `lock` is the lock on the run's folder.
 
-        Without `verbose` the console shows only the most important lines before the first step.
+        Unless `verbose` is set, the console shows only the most important lines before the first step.
         """
         self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
@@ -135,7 +135,7 @@ class Run:
                 self._report_early_stop(position)
             kept_step = self.checkpoints.restore_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
-                position.evaluated_at = -1  # the last evaluation was of the unscaled adapter
+                position.evaluated_at = -1  # the last evaluation measured the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None:
                 self.folder.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
@@ -176,7 +176,7 @@ class Run:
 
     @phase("restore")
     def _restore(self, engine: Engine) -> Position:
-        """Create batches and schedule, and return the position, all restored from the checkpoint if there is one."""
+        """Create the batches and the schedule, restore them if there is a checkpoint, and return the position."""
         self.batches = self.task.batches()
         self.schedule = self.builder.build_schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)

@@ -1,4 +1,4 @@
-"""Entry point of a rank if torchrun or DeepSpeed starts it; takes the flags of `zerolora scu-train`.
+"""Entry point of a rank that torchrun or DeepSpeed starts, with the flags of `zerolora scu-train`.
 
 torchrun --nproc_per_node 2 -m trainer.scu_train --bf16     or     deepspeed --module trainer.scu_train --bf16
 """

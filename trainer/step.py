@@ -1,9 +1,9 @@
-"""An optimizer step: the globally token-weighted loss of its micro-batches, the gradient and the update.
+"""An optimizer step: the token-weighted global loss, its gradient, and the update.
 
-The loss of a step is the weighted sum of the token losses over all ranks and micro-steps divided by N, the sum of the
-weights over all ranks and micro-steps (the number of target tokens if all are 1), so that neither padding nor the split
-into micro-batches changes the gradient. DeepSpeed divides by the accumulation steps and averages over ranks; each
-micro-step therefore passes sum_local * world * accumulation / N to it.
+The loss of a step is the weighted sum of the token losses over all ranks and micro-steps, divided by N, the sum of
+these weights (the number of target tokens if all weights are 1), so that neither padding nor the split into
+micro-batches changes the gradient. DeepSpeed divides by the accumulation steps and averages over ranks; each micro-step
+therefore passes sum_local * world * accumulation / N to it.
 """
 
 import math
@@ -25,7 +25,7 @@ from trainer.patches.loss_head import to_device
 from trainer.scu.controller import Steering
 from trainer.tasks.task import Batch, BatchSource, StepLoss
 
-NONFINITE = 2**20  # exceeds any number of ranks, so that one sum encodes how many ranks, and which one if only one
+NONFINITE = 2**20  # exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class StepResult:
     loss_sum: float
     """Weighted sum of token losses in nats."""
     target_weight: float
-    """Sum of the weights of the tokens with a loss."""
+    """Sum of the loss weights of all target tokens."""
     target_tokens: int
-    """Number of tokens with a loss."""
+    """Number of tokens that contribute to the loss."""
     tokens: int
     """Number of all tokens, including prompts."""
     grad_norm: float
@@ -45,19 +45,19 @@ class StepResult:
     applied: bool
     """False if the step was skipped because a gradient was not finite."""
     stop: bool
-    """Whether any rank asked to stop."""
+    """Whether any rank requested a stop."""
     save: bool = False
-    """Whether any rank asked for a checkpoint."""
+    """Whether any rank requested a checkpoint."""
     nonfinite_ranks: int = 0
     """Number of ranks with a non-finite local loss."""
     nonfinite_rank: int | None = None
     """The rank with a non-finite local loss; None unless there is exactly one."""
     own_is_nonfinite: bool = False
-    """Whether the local loss of this rank was not finite."""
+    """Whether this rank's local loss was non-finite."""
 
     @property
     def loss(self) -> float:
-        """The mean loss per target in nats."""
+        """The weighted mean of the token losses, in nats."""
         return self.loss_sum / (self.target_weight or 1.0)
 
 
@@ -82,10 +82,10 @@ class StepInFlight:
     """A launched step. Its results are copied from the device while the host launches the next step."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        """Start copying `numbers`, a vector in fp64 on the device.
+        """Start copying `numbers`, an fp64 vector on the device, to the host.
 
-        They are: target weight, target tokens, tokens, stops, saves, loss sum, gradient norm, applied, the sum of
-        `NONFINITE` + rank over ranks with a non-finite loss, and the same for this rank only.
+        It contains: target weight, target tokens, tokens, stop and save requests, loss sum, gradient norm, applied, the
+        sum of `NONFINITE` + rank over all ranks with a non-finite loss, and the same sum for this rank only.
         """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
@@ -131,7 +131,7 @@ def train_step(
     """Run forward, backward and optimizer over all micro-batches of step `step` (from 1); a collective call.
 
     `stop` and `save` request a stop or checkpoint after the step; the result shows whether any rank requested one.
-    `before_update` runs between the last backward pass and the optimizer, and can still prevent the update.
+    `before_update` runs between the last backward pass and the optimizer, and can prevent the update by raising.
     """
     engine, ranks, steering, device = context.engine, context.ranks, context.steering, context.engine.device
     counts = _sum_counts(batches, stop, save, ranks, device)
@@ -174,16 +174,16 @@ def _run_micro_step(
     steering_at: int | None,
     accumulation: int,
 ) -> None:
-    """Run the forward and backward passes of a micro-batch, and add its loss to `sums`.
+    """Run the forward and backward pass of a micro-batch, and add its loss to `sums`.
 
-    `steering_at` is the step number for the step's last micro-batch, which adds the penalty; None for the others.
+    `steering_at` is the step number for the step's last micro-batch, which adds the penalty, and None for earlier ones.
     """
     with context.time_own_work():
         loss_local = context.loss(context.engine, batch, context.engine.device)
     sums[0] += loss_local.detach()
     total = (loss_local + context.loss.balancing) * scale
     if steering_at is not None and context.steering is not None:
-        # Every rank adds the whole penalty and the engine averages over ranks, so only the accumulation is undone.
+        # Every rank adds the whole penalty and the engine averages over ranks: undo only the division by micro-steps.
         total = total + context.steering.penalty(steering_at) * accumulation
         sums[1] = context.steering.get_local_contribution()
     with phase("backward"):
@@ -191,7 +191,7 @@ def _run_micro_step(
 
 
 def _sum_counts(batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """Return target weight, target tokens, tokens, stops and saves summed over ranks, in fp64 [5] on the device."""
+    """Return target weight, target tokens, tokens, stops and saves: fp64 [5] on the device, summed over ranks."""
     weight = sum(batch.target_weight for batch in batches)
     targets = sum(batch.target_count for batch in batches)
     tokens = sum(batch.tokens for batch in batches)
@@ -200,10 +200,10 @@ def _sum_counts(batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, 
 
 
 def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor | None:
-    """Clip gradients and skip non-finite ones at stage 0 in fp32, where DeepSpeed does not wrap the optimizer.
+    """Clip gradients, or drop them if non-finite, at stage 0 in fp32, where DeepSpeed does not wrap the optimizer.
 
-    Returns the norm, or None for other engines. torch's AdamW ignores parameters without gradients, so dropping the
-    gradients skips the step.
+    Returns the gradient norm, or None if DeepSpeed wraps the optimizer. torch's AdamW ignores parameters without
+    gradients, so dropping the gradients skips the step.
     """
     if engine.optimizer is not engine.basic_optimizer:
         return None

@@ -1,4 +1,4 @@
-"""Entry point of a rank, which then runs trainer/entry/rank.py.
+"""Entry point of a rank: run trainer/entry/rank.py, or trainer/entry/prestart.py if the rank is prestarted.
 
 deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
 """

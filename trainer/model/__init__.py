@@ -1,1 +1,1 @@
-"""Load the base model (stored or random weights in 16, 8 or 4 bits) and add its adapter."""
+"""Load the base model (stored or random weights; 16-bit, 8-bit or 4-bit) and add its adapter."""

@@ -44,7 +44,7 @@ BITS_PER_TOKEN = 1.0
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """Describes adapted layers with the same name and shape, as one row of the table printed at the start."""
+    """One row of the table printed at the start: adapted layers with the same name and shape."""
 
     name: str
     shape: str
@@ -63,9 +63,9 @@ def build_lora_config(
 ) -> Any:
     """Build the peft.LoraConfig for the section `lora`.
 
-    `excluded` is the pattern from `targets.build_exclusion_pattern`. `targets` lists the adapted paths if it is not
-    None, and `projectors` the modules trained in full. PEFT rejects dropout if any target is a parameter; in that case
-    call `set_dropout`.
+    `excluded` is the pattern from `targets.build_exclusion_pattern`, and is ignored if `targets` lists adapted paths.
+    `projectors` lists modules trained in full. PEFT rejects dropout if a target is a parameter; in that case call
+    `set_dropout`.
     """
     from peft import LoraConfig
 
@@ -150,7 +150,7 @@ def apply_adapter(
 
 
 def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
-    """Load the adapter at `lora.adapter_path`, also on the meta device. Raises UserError if it does not match."""
+    """Load the adapter at `lora.adapter_path`. The model may be on the meta device. Raises UserError on a mismatch."""
     error_prefix = f"lora.adapter_path={lora.adapter_path}: does not match this model"
     return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
 
@@ -158,7 +158,7 @@ def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
 def apply_adapters(
     model: Any, adapters: Sequence[tuple[LoraSection, int]], dtype: torch.dtype, *, task_type: str | None
 ) -> Any:
-    """Add several new adapters, given as (section, seed), each initialized as if it were the only one."""
+    """Add several new adapters, given as (section, seed), and initialize each as if it were the only one."""
     # Resolve paths before any layer is wrapped.
     targets = [Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r) for lora, _ in adapters]
     excluded = [build_exclusion_pattern(model, lora) for lora, _ in adapters]
@@ -196,7 +196,7 @@ def _apply_loftq(adapted: Any, base_model: str) -> None:
 def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
     """Return the paths of the layers that need trainable rows for new tokens: the embedding and the untied head.
 
-    Omits layers that have an adapter or are trained in full. Raises UserError if PEFT cannot train the rows.
+    Omits layers that are adapted or trained in full. Raises UserError if PEFT cannot train the rows.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -217,7 +217,7 @@ def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -> None:
-    """Raise UserError if the rows of new tokens cannot be trained. The model may be on the meta device."""
+    """Raise UserError if the embedding rows of new tokens cannot be trained. The model may be on the meta device."""
     layers = find_token_layers(model, lora) if tokens else []
     if not (layers and lora.adapter_path and Path(lora.adapter_path).is_dir()):
         return
@@ -232,7 +232,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
 
 
 def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter has biases for layers without a bias, as these cannot be merged."""
+    """Return a warning if the initial adapter has biases for layers without a bias, since it cannot be merged."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
@@ -270,7 +270,7 @@ def summarize_adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
         if isinstance(module, LoraLayer):
             shape = f"{module.in_features} -> {module.out_features}"
             size = sum(get_full_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
-            # PEFT nests the adapters of several parameters of one module (fused experts).
+            # PEFT nests the adapters if a module has several adapted parameters (fused experts).
             *_, name = (part for part in path.split(".") if part != "base_layer")
             parameter = getattr(module, "parameter_name", "weight")
             name += f".{parameter}" if parameter != "weight" else ""
@@ -300,7 +300,7 @@ class GradientCheck:
         self._names = [name for name, _ in trained]
         self._flat = find_flat_adapter(model)
         self._base = getattr(model, "get_base_model", lambda: model)()
-        # Factors in a flat buffer are not leaves; the views taken in each forward pass get the gradients.
+        # Factors in a flat buffer are not leaves; the views created in each forward pass receive the gradients.
         self._handles = [p.register_hook(self._build_hook(name)) for name, p in trained if p.requires_grad]
         if self._flat is not None:
             self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._build_hook(name))))
@@ -315,7 +315,7 @@ class GradientCheck:
         return hook
 
     def _may_be_idle(self, name: str) -> bool:
-        """Return whether a tensor may lack a gradient: in an unused expert, or a layer for long sequences only."""
+        """Return whether a tensor may lack a gradient: in an unused expert, or in a layer only for long sequences."""
         expert = EXPERT_NAME.match(name)
         others = filter(None, (EXPERT_NAME.match(other) for other in self._finite)) if expert else ()
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
@@ -327,7 +327,7 @@ class GradientCheck:
         """Remove the hooks and check the gradients they recorded.
 
         Raises:
-            RuntimeError: if a parameter got no gradient, except in an expert without tokens.
+            RuntimeError: if a parameter received no gradient, unless it may be idle (`_may_be_idle`).
             FloatingPointError: if a gradient is not finite.
         """
         if self._flat is not None:

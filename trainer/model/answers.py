@@ -17,7 +17,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""Options of `generate` for greedy decoding; they override the model's generation settings."""
+"""Arguments to `generate` for greedy decoding, which override the model's generation settings."""
 
 
 @phase("generate")
@@ -81,7 +81,7 @@ def encode_prompt(
 def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the stop tokens of the model, the tokenizer and the chat template.
 
-    An adapter trained on conversations ends its turns with the template's token, not with the end-of-text token.
+    A model trained on conversations ends its turns with the template's token, not with the end-of-text token.
     """
     model_stops = model.generation_config.eos_token_id
     tokens = {*(model_stops if isinstance(model_stops, list) else [model_stops]), tokenizer.eos_token_id}
@@ -91,7 +91,7 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that follows an answer in the chat template, or None. It may start the next turn."""
+    """Return the token after an answer in the chat template (possibly the start of a turn); None if there is none."""
     source = load_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

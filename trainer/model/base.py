@@ -40,8 +40,8 @@ PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|e
 def load_model_config(base_model: str, section: ModelSection) -> Any:
     """Load the model's configuration from a folder, the Hub's cache or the Hub.
 
-    `random:SHAPE` selects an architecture of trainer/model/published_shapes.yaml. Raises UserError if the configuration
-    cannot be found or read.
+    `random:SHAPE` selects an architecture from trainer/model/published_shapes.yaml. Raises UserError if the
+    configuration cannot be found or read.
     """
     from transformers import AutoConfig
 
@@ -86,9 +86,9 @@ def _scale_rope(scaling: RopeScaling, text: Any) -> None:
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
-    """Check the headers of local weight files against the model. Return warnings about unused tensors.
+    """Check the headers of local weight files against the model; return warnings about unused tensors.
 
-    Raises UserError if a file is damaged or missing, or the weights do not match the model.
+    Raises UserError if a file is damaged or missing, or if the weights do not match the model.
     """
     if is_random(base_model) or not has_local_weights(base_model, section):
         return []
@@ -105,7 +105,7 @@ def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dt
 
 @replaces("`legacy` in the saved settings of a tokenizer")
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
-    """Load the tokenizer. Add the tokens of `model.added_tokens` and, if it lacks one, a padding token."""
+    """Load the tokenizer, add the tokens in `model.added_tokens`, and set a padding token if it has none."""
     name = section.tokenizer or base_model
     tokenizer = build_byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
@@ -184,7 +184,7 @@ def load_base_model(
     sharded per layer.
 
     transformers loads unpartitioned 16-bit and fp32 models. Quantized, partitioned and random models are built
-    on the meta device and filled module by module, so that no rank ever holds more than its shard and one module.
+    on the meta device and filled module by module, so that a rank needs memory only for its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)
@@ -228,7 +228,7 @@ def load_base_model(
 
 
 def resize_to_vocabulary(model: Any, tokenizer: Any) -> None:
-    rows = model.config.get_text_config().vocab_size  # a partitioned weight reports no rows
+    rows = model.config.get_text_config().vocab_size  # a partitioned weight has the shape (0,)
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 
@@ -241,12 +241,12 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def build_empty_model(model_config: Any, section: ModelSection) -> Any:
-    """Build the model on the meta device; tied weights are one parameter."""
+    """Build the model on the meta device, with tied weights as a single parameter."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
     try:
-        # Skip initialization, which torch's slow reference kernels would run for values that are never used.
+        # Skip initialization: torch's slow reference kernels would compute values that are never used.
         with no_init_weights(), _EmptyOnMeta(), init_empty_weights():
             model = get_auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError,
@@ -259,7 +259,7 @@ def build_empty_model(model_config: Any, section: ModelSection) -> Any:
 def add_embedding_noise(model: Any, alpha: float) -> None:
     """Add NEFTune noise (arXiv:2310.05914) to embeddings [B, L, D] in training: uniform in +-alpha / sqrt(L D).
 
-    The noise comes from torch's generator, which checkpoints restore. Passes without gradients get no noise.
+    The noise comes from torch's generator, which checkpoints restore. Passes without gradients add no noise.
     """
 
     def add_noise(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Linear layers in 8 bits (FP8 e4m3 or int8), quantized on loading or already stored so.
+"""8-bit linear layers (FP8 e4m3 or int8), quantized at load time or already stored in 8 bits.
 
-With one scale per row, matmuls also run in 8 bits (ops/eight_bit.py). With scales per block, or if `exact`, weights
-are dequantized for each matmul (ops/scaled.py).
+With one scale per row, matmuls also run in 8 bits (ops/eight_bit.py). With one scale per block, or with `exact=True`,
+weights are dequantized for each matmul (ops/scaled.py).
 
 Values are stored as uint8 (e4m3) or int8, because the 16-bit engine converts every float parameter and would destroy
 the bits. For the same reason scales are neither parameters nor buffers; every rank keeps all of them.
@@ -19,7 +19,7 @@ from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import UserError
 
 MIN_FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability with FP8 matmuls."""
+"""Lowest compute capability that supports FP8 matmuls."""
 ROWS_PER_CHUNK = 4096  # an fp32 copy of a whole weight would take four times the memory of the result
 
 
@@ -50,7 +50,7 @@ class FrozenLinear8bit(nn.Linear):
         self.weight = nn.Parameter(values, requires_grad=False)
         self.scales = scales
         self.bias = linear.bias
-        # Free the weight now: the old layer may stay referenced, and memory would grow to the whole model.
+        # Free the weight now: references to the old layer may remain and would keep all original weights in memory.
         linear.weight.data = linear.weight.data.new_empty(0)
 
     @classmethod
@@ -64,7 +64,7 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def row_scale(self) -> torch.Tensor:
-        """Scales [O] of a weight with one scale per row."""
+        """The scales [O], if there is one per row."""
         return self.scales.view(-1)
 
     @property
@@ -92,7 +92,7 @@ class FrozenLinear8bit(nn.Linear):
 
 
 def check_input(x: torch.Tensor) -> None:
-    """Raise UserError if `x` is not floating point: the model converted it to the dtype of the packed weight."""
+    """Raise UserError if `x` is not floating point, which means that the model cast it to the packed weight's dtype."""
     if not x.is_floating_point():
         raise UserError(
             "adapter=qlora: this model converts a linear layer's input to the dtype of the packed weight; "

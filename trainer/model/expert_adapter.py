@@ -1,4 +1,4 @@
-"""Adapt fused experts with PEFT's wrapper, using factors per expert and a forward pass that never builds W + B A.
+"""Adapt fused experts through PEFT's wrapper, with factors per expert and a forward pass that never forms W + B A.
 
 PEFT stores A of all experts as one matrix [E R, I] and B as [O, R E], and adds B A to all expert weights in every
 forward pass, which rules out dropout. Our factors A [E, R, I] and B [E, O, R] act on the tokens routed to each
@@ -40,7 +40,7 @@ class ParamWrapper(lora.ParamWrapper):
         return first, second
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Return s B A (s: the adapter's scale) of all experts, in the layout and dtype of the weight."""
+        """Return s B A (s: the adapter's scale) for all experts, in the layout and dtype of the weight."""
         a_ERI, b_EOR = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         delta = (b_EOR @ a_ERI) * self.scaling[adapter_name]
         return (delta if self._did_swap_in_out_features else delta.mT).to(self.get_param().dtype)
@@ -64,7 +64,7 @@ class ParamWrapper(lora.ParamWrapper):
             layer = layer.base_layer
         if not adapters:
             return layer(x, *args, **kwargs)
-        # Call it as a module, so that ZeRO-3's hooks gather its parameters.
+        # Call `layer` as a module, so that ZeRO-3's hooks gather its parameters.
         with patch_objects((layer, "forward", partial(run_adapted_experts, layer, adapters))):
             return layer(x, *args, **kwargs)
 
@@ -77,7 +77,7 @@ def use_expert_adapters(model: nn.Module, config: Any) -> AbstractContextManager
 
 
 def set_dropout(adapted: nn.Module, rate: float) -> None:
-    """Set the dropout of all adapters; PEFT rejects dropout if an adapter targets a parameter."""
+    """Set the dropout of all adapters in place, since PEFT's settings reject dropout if a target is a parameter."""
     for layer in adapted.modules():
         is_peft_wrapper = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
         if rate and isinstance(layer, lora.LoraLayer) and not is_peft_wrapper:

@@ -1,7 +1,7 @@
 """Run fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
-The operator `ops.experts_mlp` runs it if it supports the activation, which is detected by trial. Other experts run one
-by one in plain torch, with the model's own code between the matmuls.
+The operator `ops.experts_mlp` computes y if it supports the experts' activation, which is detected by trial. Otherwise
+the experts run one by one in plain torch, with the model's own code between the matmuls.
 Legend: T tokens, K experts per token, S = T K routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
 
@@ -25,7 +25,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 @dataclass(frozen=True)
 class Adapter:
-    """Holds the adapter of one expert tensor: A [E, R, I], B [E, O, R], the scale of B A and the input dropout."""
+    """The adapter of one expert tensor: A [E, R, I], B [E, O, R], the scale of B A, and the dropout of its input."""
 
     a_ERI: Tensor
     b_EOR: Tensor
@@ -49,7 +49,7 @@ def run_adapted_experts(
         get_packed_experts_layout(weight) is not None or is_partitioned(weight)
         for weight in experts.parameters(recurse=False)
     ):
-        # The backward pass dequantizes or gathers the weights again instead of keeping them.
+        # Dequantize or gather the weights again in the backward pass instead of keeping them.
         return checkpoint(compute, experts, adapters, *tensors, use_reentrant=False)
     return compute(experts, adapters, *tensors)
 
@@ -123,7 +123,7 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """Describes the activation between an expert's two matmuls, named as in `ops.experts_mlp`."""
+    """The activation between an expert's two matmuls, with the fields of `ops.ExpertWeights`."""
 
     name: Activation
     interleaved: bool = False
@@ -135,7 +135,7 @@ _CACHE: WeakKeyDictionary[Any, ExpertActivation | None] = WeakKeyDictionary()
 
 
 def detect_activation(experts: Any) -> ExpertActivation | None:
-    """Detect by trial which activation of `ops.experts_mlp` these experts use; return None if none matches."""
+    """Return the activation that the experts use, detected by trial; None if `ops.experts_mlp` does not support it."""
     if experts not in _CACHE:
         _CACHE[experts] = _try_activations(experts)
     return _CACHE[experts]

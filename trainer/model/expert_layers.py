@@ -1,6 +1,6 @@
 """Find the fused experts of MoE models in transformers: one module per layer, one tensor for all experts' matrices.
 
-`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them transposed, or have `up_proj` and no gate.
+Tensors: `gate_up_proj` [E, 2 I, H] (or `up_proj` without gate) and `down_proj` [E, H, I]; some models transpose them.
 Legend: E experts, H hidden, I width of an expert.
 """
 
@@ -14,7 +14,7 @@ from trainer.parallel.engine.linear_layers import find_expert_weights, get_logic
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}
-"""Names of the parts of each tensor in checkpoints and settings."""
+"""Names that checkpoints and settings use for the parts of each tensor."""
 TOP_K_NAMES = (
     "num_experts_per_tok",
     "top_k_experts",
@@ -52,7 +52,7 @@ def _find_unknown_parts(experts: nn.Module) -> set[str]:
 
 
 def list_expert_tensors(module: nn.Module) -> list[str]:
-    """Return the names of a module's expert tensors, in the order of computation."""
+    """Return the names of a module's expert tensors, in the order in which they are applied."""
     parameters = dict(module.named_parameters(recurse=False))
     return [name for name in (GATE_UP, UP, DOWN) if name in parameters and len(get_expert_shape(module, name)) == 3]
 
@@ -63,7 +63,7 @@ def get_expert_shape(module: Any, name: str) -> tuple[int, ...]:
 
 
 def takes_all_tokens(module: Any) -> bool:
-    """Return whether each expert gets all tokens, as in Llama 4, where tokens not routed to it are zero."""
+    """Return whether each expert receives all tokens (zeros if not routed to it), as in Llama 4."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
@@ -103,7 +103,7 @@ def find_router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class ExpertFactor(nn.Module):
-    """Holds the factor A [E, R, I] or B [E, O, R] of all experts."""
+    """The factor A [E, R, I] or B [E, O, R] of all experts."""
 
     def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
         """Convert PEFT's matrix `weight`. `down` is True for A, which projects down to the rank."""

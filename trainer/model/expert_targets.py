@@ -1,4 +1,4 @@
-"""Select the tensors of fused experts that get an adapter, and the rank of their adapters.
+"""Select the tensors of fused experts to adapt, and the rank of their adapters.
 
 PEFT lists these tensors in `target_parameters`. PEFT's translation of older names (peft#3711) is not used: it mistakes
 gate_proj, up_proj and down_proj of dense layers and shared experts for parts of routed experts, and drops them.
@@ -34,7 +34,7 @@ LOAD_BALANCING = "load_balancing_loss_func"
 
 
 def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
-    """Return the paths of the expert tensors that get an adapter. `outside_text` is a pattern of paths to omit."""
+    """Return the paths of the expert tensors to adapt, except paths that match the pattern `outside_text`."""
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
@@ -52,7 +52,7 @@ def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str |
 
 
 def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
-    """Return the paths of non-expert tensors in `lora.target_parameters`, and of routers in `lora.target_modules`."""
+    """Return the paths of non-expert tensors in `lora.target_parameters` and of routers in `lora.target_modules`."""
     experts = set(find_expert_modules(model))
     paths = []
     for path, parameter in model.named_parameters():
@@ -67,12 +67,12 @@ def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router that holds a weight itself and is not a plain linear layer."""
+    """Return whether a module is of a router class with its own weight, rather than a plain linear layer."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def list_aliases(path: str, name: str) -> list[str]:
-    """Return all names that settings may use for an expert tensor; `*` stands for the expert's index."""
+    """Return all names that settings may use for an expert tensor; `*` replaces the expert's index."""
     parts = [name, *USUAL_NAMES[name]]
     return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
 
@@ -150,7 +150,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
 
 
 def check_experts_per_token(base_model: str, model: Any) -> None:
-    """Raise UserError if config.json routes a token to more experts than exist. Meta tensors suffice."""
+    """Raise UserError if config.json routes a token to more experts than exist. The model may be on the meta device."""
     text, modules = model.config.get_text_config(), find_expert_modules(model).values()
     name = next((key for key in TOP_K_NAMES if isinstance(getattr(text, key, None), int)), None)
     experts = min((get_expert_shape(module, list_expert_tensors(module)[0])[0] for module in modules), default=0)
@@ -162,7 +162,7 @@ def check_experts_per_token(base_model: str, model: Any) -> None:
 
 
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
-    """Raise UserError if the load-balancing loss is set but no router is trained. `lora` is None in full training."""
+    """Raise UserError if the load-balancing loss is set, but no router is trained; `lora` is None for full training."""
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return

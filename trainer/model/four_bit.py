@@ -2,7 +2,7 @@
 
 bitsandbytes' autograd Function saves a view of the packed weight. Under ZeRO-3 that view pins the gathered weight
 of every layer until the backward pass, so partitioning saves nothing. Here the Parameter itself is saved: its data is
-freed with the partition and gathered again before the backward pass reads it. The dequantized weight is never saved.
+freed after the forward pass and gathered again before the backward pass. The dequantized weight is never saved.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from trainer.model.eight_bit import check_input
 
 READ_DIRECTLY = ("dt_proj", "prediction_coefs", "correction_coefs")
 """Names of layers that stay unquantized: Mamba-1 (Jamba) reads the weight of `dt_proj` without calling the layer, and
-Gemma 3n clips the weights of the others."""
+Gemma 3n clips the weights of the other two."""
 
 
 @replaces("`dequantize_4bit` on a CPU")
@@ -46,7 +46,7 @@ class Params4bit(bnb.nn.Params4bit):
     """A packed bitsandbytes weight; its `to` returns `self` if the device does not change.
 
     PEFT's DoRA moves the weight back to the CPU after reading it, and DeepSpeed would not recognize a new Parameter.
-    The class name must match, because PEFT checks it.
+    The class must have the same name as bitsandbytes' own, because PEFT checks the name.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ class Params4bit(bnb.nn.Params4bit):
 
 
 class FrozenLinear4bit(bnb.nn.Linear4bit):
-    """A 4-bit layer of bitsandbytes (a Linear4bit to PEFT) with the forward pass of ops/scaled.py."""
+    """A bitsandbytes 4-bit layer (a Linear4bit to PEFT) with the forward pass from ops/scaled.py."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y[T,O] = x[T,I] W^T + b in the dtype of x, computed in the layer's compute dtype."""
@@ -86,6 +86,6 @@ def quantize_linear(linear: Any, section: QuantizationSection, compute_dtype: to
     )
     layer.quant_state = state
     layer.bias = linear.bias
-    # Free the weight now: the old layer may stay referenced, and memory would grow to the whole model.
+    # Free the weight now: references to the old layer may remain and would keep all original weights in memory.
     linear.weight.data = linear.weight.data.new_empty(0)
     return layer

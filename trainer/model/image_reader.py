@@ -39,7 +39,7 @@ TORCHVISION_ONLY = ("llama4", "lfm2_vl")
 def load_image_reader(
     base_model: str, section: ModelSection, dataset: DatasetSection, tokenizer: Any, model_config: Any = None
 ) -> ImageReader | None:
-    """Load the processor of a vision-language model. Return None if unsupported. Raises UserError if loading fails."""
+    """Load a vision-language model's processor; return None if it is not supported. Raises UserError if that fails."""
     reader = _load_reader(base_model, section, tokenizer, model_config)
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
@@ -92,13 +92,13 @@ def _find_processor_class(base_model: str, revision: str, model_config: Any) -> 
         settings, _ = processor_class.get_processor_dict(base_model, revision=revision)
     except OSError:  # older models have no processor_config.json
         return processor_class, {}
-    # The model type of Pixtral is LLaVA's, and only this file names its processor.
+    # Pixtral has the model type of LLaVA, and only this file names its processor.
     name = settings.get("processor_class")
     return (name and processor_class_from_name(name)) or processor_class, settings
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Read the images of `--image` with the model's `reader`. Return None if there is no reader.
+    """Load the images given with `--image`; return None if the model has no `reader`.
 
     Raises UserError if an image is missing, or if images are given without a reader.
     """
@@ -124,7 +124,7 @@ def trains_images(model: Any) -> bool:
 
 
 def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
-    """Return a builder of a model's image inputs; with `every_rank`, batches without images get a dummy image."""
+    """Return a builder for a model's image inputs. With `every_rank`, it adds a dummy image to text-only batches."""
     inner = find_base_model(model)
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     accepted = inspect.signature(inner.forward).parameters
@@ -142,10 +142,10 @@ def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> 
 def cache_features(
     inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
 ) -> ImageInputs:
-    """Cache the features of all images below `folder`. Return `inputs` that read the cache. Every rank must call it.
+    """Cache the features of all images in files below `folder`; return `inputs` that read them. A collective call.
 
-    The ranks of a host divide its missing images. All ranks run the tower the same number of times, because it may be
-    sharded. The folder's name contains a hash of the tower's output for a noise image, to identify the tower's weights.
+    The ranks on a host divide the missing images. All ranks run the tower the same number of times, because it may be
+    sharded. The cache folder is named by a hash of the tower's output for a noise image, which identifies its weights.
     """
     inner = find_base_model(model)
     if trains_images(model):

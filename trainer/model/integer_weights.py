@@ -1,7 +1,7 @@
-"""Quantize weights to 8- and 4-bit integers with torchao, in the format of inference servers.
+"""Quantize weights to 8- and 4-bit integers with torchao, in the format that inference servers read.
 
 int8   one scale per row of a weight
-int4   one scale per group of 128, 64 or 32 weights of a row: the largest size that divides the width of every layer
+int4   one scale per group of 128, 64 or 32 weights in a row: the largest size that divides the width of every layer
 
 Rounding is symmetric, to values from -128 to 127 (-8 to 7), with the smallest scale that clips no value: the larger of
 max(w) / 127 and -min(w) / 128. torchao's fake quantizers divide the largest magnitude by 127.5, which puts it halfway
@@ -31,7 +31,7 @@ INSTALL = "pip install torchao compressed-tensors"
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """Describes an integer format: its bits, the weights per scale (`group`; None: a row), and the scales' dtype."""
+    """An integer format. `group` is the number of weights per scale; None for one scale per row."""
 
     kind: Integers
     group: int | None
@@ -51,7 +51,7 @@ class IntegerFormat:
         block = (1, self.group or weight_OI.shape[1])
         low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
         mapping = MappingType.SYMMETRIC_NO_CLIPPING_ERR
-        # By default torchao raises scales to at least the dtype's epsilon: 2^-7 in bf16, more than most weights.
+        # By default torchao clamps scales to at least the dtype's epsilon: 2^-7 in bf16, more than most weights.
         min_scale = torch.finfo(torch.float32).eps
         exact_scales, zero = choose_qparams_affine(
             weight_OI, mapping, block, torch.int8, low, high, min_scale, torch.float32, torch.int32

@@ -1,4 +1,4 @@
-"""Read model properties from config.json: its transformers class, and whether it can be trained and supports sdpa."""
+"""Read model properties from config.json: the transformers class, and whether training and sdpa are supported."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.model.stored_settings import find_stored_format
 SEQUENCE_CLASS = "ForSequenceClassification"
 SCORE = "score.weight"
 """Weight of the score head of reward models."""
-# Suffixes of class names (in config.json) of models that do not predict the next token.
+# Suffixes of class names in config.json for models that do not predict the next token.
 OTHER_HEADS = (
     "ForMaskedLM",
     "ForPreTraining",
@@ -62,9 +62,9 @@ def find_output_layer(model: Any) -> Any:
 
 
 def get_auto_class(model_config: Any) -> Any:
-    """Return AutoModelForMultimodalLM for models that also take images or audio, otherwise AutoModelForCausalLM.
+    """Return AutoModelForMultimodalLM for models that also accept images or audio, otherwise AutoModelForCausalLM.
 
-    A configuration changed by `set_score_head` gets AutoModelForSequenceClassification.
+    For models with a score head (`set_score_head`), return AutoModelForSequenceClassification.
 
     AutoModelForCausalLM loads only the text part of some multimodal models (Qwen3.5, Llama 4) and rejects others
     (Qwen3-VL, Mistral 3). An adapter must match the checkpoint's full model, which has other parameter paths.
@@ -80,10 +80,9 @@ def get_auto_class(model_config: Any) -> Any:
 
 
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
-    """Raise UserError if the model is already quantized, or not a causal language model according to config.json.
+    """Raise UserError unless config.json describes a causal language model in a supported format.
 
-    `may_score` allows a score head. `all_trained` rejects weights in 4 bits or FP8, on which only adapters can be
-    trained.
+    `may_score` allows a score head. `all_trained` rejects 4-bit and FP8 weights, which support only adapters.
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:

@@ -141,7 +141,7 @@ def find_cached_file(name: str, file: str, revision: str | None) -> Path | None:
 
 
 def read_settings(prefix: str, file: Path, schema: Any) -> Any:
-    """Read a settings file of a model. Raises UserError, prefixed with `prefix`, if it is invalid."""
+    """Read one of a model's settings files. Raises UserError, prefixed with `prefix`, if it is invalid."""
     try:
         return read_json(file, schema)
     except UnreadableFileError as fault:
@@ -214,7 +214,7 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
 
 
 def _describe_hub_failure(name: str, error: Exception) -> str:
-    """Describe why a download failed, from the huggingface_hub exceptions that transformers wraps."""
+    """Describe why a download failed, based on the huggingface_hub exceptions that transformers wraps."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -241,6 +241,6 @@ def _list_causes(error: BaseException | None) -> list[BaseException]:
 
 def _shorten_reason(error: Any) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # Errors of pydantic and huggingface_hub name the field in the first line and the reason in the second.
+    # Errors from pydantic and huggingface_hub name the field in the first line and the reason in the second.
     text = " ".join(lines[:2])
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,7 +1,7 @@
 """Check, dequantize and quantize experts stored in MXFP4 (gpt-oss).
 
-MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 4-bit values with one 8-bit exponent. A tensor X of a model,
-[experts, in, out], is stored as X_blocks [experts, out, in / 32, 16] and X_scales [experts, out, in / 32].
+MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 4-bit values with one 8-bit exponent. A model's tensor X
+[experts, in, out] is stored as X_blocks [experts, out, in / 32, 16] and X_scales [experts, out, in / 32].
 """
 
 import copy
@@ -28,7 +28,7 @@ Shapes = dict[str, tuple[int, ...]]
 def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values v 2^(e - 127) as [blocks, 32], given uint8 tensors with 16 bytes of codes per exponent.
 
-    The low bits of each byte hold the first of its two codes.
+    The low bits of each byte are the first of its two codes.
     """
     values = reference.dequantize_mxfp4(codes.reshape(-1, BLOCK // 2), exponents.reshape(-1), dtype)
     return values.view(-1, BLOCK)
@@ -68,7 +68,7 @@ def strip_quantization(model_config: Any) -> Any:
 
 
 def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
-    """Return the full-precision shapes by name; `declared` is whether config.json declares MXFP4 experts.
+    """Return the dequantized shape of each tensor by name; `declared`: whether config.json declares MXFP4 experts.
 
     Raises UserError if only some experts are in MXFP4, or if blocks or scales are missing.
     """

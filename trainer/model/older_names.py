@@ -1,4 +1,4 @@
-"""Work around PEFT's translation of layer names of MoE models in transformers 4 (peft#3711).
+"""Work around PEFT's translation of the layer names that MoE models had in transformers 4 (peft#3711).
 
 In transformers 5 experts are parameters instead of modules. PEFT translates the targets gate_proj, up_proj and
 down_proj (w1, w2, w3) to `target_parameters`, and drops dense layers and shared experts with these names. It also
@@ -43,7 +43,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
 
 
 def find_rejected_names(model: Any, names: set[str]) -> dict[str, str]:
-    """Return the layer names that PEFT does not adapt, as in some Mamba models, with the reason for each."""
+    """Map the layer names that PEFT refuses to adapt, as in some Mamba models, to the reason."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
 
@@ -75,7 +75,7 @@ def map_loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 def map_saved_names(adapted: Any, names: Iterable[str]) -> dict[str, str]:
     """Map an adapter's tensor names in the model to names that plain PEFT can load.
 
-    Most names stay the same. A tensor gets its checkpoint name if PEFT would rename the model's name again, as for
+    Most names stay the same. The checkpoint's name is used if PEFT would rename the model's name again, as for
     `shared_expert.` in Laguna. Raises UserError if PEFT could load neither name.
     """
     from transformers import core_model_loading

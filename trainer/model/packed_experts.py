@@ -1,9 +1,9 @@
-"""Pack expert tensors in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
+"""Pack expert tensors into 4 bits (bitsandbytes' NF4 or FP4, MXFP4 as in gpt-oss) or 8 bits (FP8, int8).
 
-Experts and linear layers that are stored in 4-bit groups (GPTQ, AWQ, W4A16, NVFP4) have the layout of ops/grouped.py.
+Experts and linear layers that are stored in 4-bit groups (GPTQ, AWQ, W4A16, NVFP4) use the layout of ops/grouped.py.
 
-Codes and scales of all experts are in one Parameter of bytes, so that ZeRO, offload and the per-layer all-gather move
-them together. Its sections, each in the order of the experts:
+The codes and scales of all experts are in one Parameter of bytes, so that ZeRO, offload and the per-layer all-gather
+move them together. Its sections, in expert order:
 
     codes     half a byte or one byte per value; each expert's matrix is quantized separately
     scales    NF4: fp32 per block, or 8 bits with double quantization; MXFP4: an exponent per 32 values;
@@ -44,7 +44,7 @@ class ExpertsLayout:
     kind: str
     """`nf4`, `fp4`, `mxfp4`, `fp8` (e4m3), `int8` or `grouped`."""
     experts: int
-    """Number of experts; 0 for the matrix of a linear layer."""
+    """Number of experts; 0 for a linear layer."""
     rows: int
     cols: int
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class ExpertsLayout:
 
 
 class PackedExperts(nn.Parameter):
-    """Stores an expert tensor as one Parameter of bytes, which replaces the original under the same name."""
+    """An expert tensor packed into one Parameter of bytes, which replaces the original under the same name."""
 
     packing: ExpertsLayout
 
@@ -237,7 +237,7 @@ def build_experts_layout(
 
 
 class FrozenLinearGrouped(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) whose weight, in 4-bit groups, is dequantized for each matmul."""
+    """A frozen linear layer (an nn.Linear to PEFT) that dequantizes its weight, stored in 4-bit groups, per matmul."""
 
     def __init__(self, linear: Any, weight: PackedExperts) -> None:
         """Take over the bias of `linear`. The layout of `weight` sets the compute dtype."""

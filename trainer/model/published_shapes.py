@@ -1,6 +1,6 @@
-"""Parse `base_model: random:SHAPE`, which stands for a published architecture with random weights.
+"""Parse `base_model: random:SHAPE`, which selects a published architecture with random weights.
 
-published_shapes.yaml lists the shapes. `random:SHAPE,key=value,...` overrides settings of the configuration, as in
+published_shapes.yaml lists the shapes. `random:SHAPE,key=value,...` overrides configuration settings, as in
 `random:llama3.1-8b,num_hidden_layers=4`.
 """
 
@@ -21,12 +21,11 @@ def load_shapes() -> dict[str, dict[str, Any]]:
 
 
 def is_random(base_model: str) -> bool:
-    """Return whether `base_model` starts with `random:`."""
     return base_model.startswith(PREFIX)
 
 
 def parse_shape_settings(base_model: str) -> dict[str, Any]:
-    """Return the configuration settings of `random:SHAPE[,key=value...]`. Raises UserError for an unknown shape."""
+    """Return the configuration settings for `random:SHAPE[,key=value...]`. Raises UserError for an unknown shape."""
     name, changes = parse_name(base_model)
     if name not in load_shapes():
         raise UserError(f"base_model={base_model}: unknown shape; use one of {', '.join(load_shapes())}")
@@ -46,7 +45,7 @@ def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
 
 
 def find_shape(base_model: str) -> str | None:
-    """Return the shape whose name a model's name starts with, ignoring case and punctuation; None if none matches."""
+    """Return the shape that the model's name starts with, ignoring case and punctuation; None if there is none."""
     if is_random(base_model):
         return base_model.removeprefix(PREFIX)
     name = _normalize(base_model.rstrip("/").rpartition("/")[2])

@@ -1,4 +1,4 @@
-"""Build models with a published shape and random weights (`base_model: random:SHAPE`), directly on their device.
+"""Build models with a published shape and random weights (`base_model: random:SHAPE`), directly on the device.
 
 Speed and memory do not depend on the values, so both can be measured without a download. The same name gives the same
 weights on the same type of device.
@@ -20,7 +20,7 @@ from trainer.parallel.engine.linear_layers import find_expert_weights
 STANDARD_DEVIATION = 0.02
 UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models, but declared by no configuration class
 MXFP4_EXPONENT = 120  # 2^-7; times 2.9, the root mean square of the 16 values, about 0.02
-MAX_VALUE, MAX_LAYERS = 10_000_000, 1000  # limits for the settings of a shape
+MAX_VALUE, MAX_LAYERS = 10_000_000, 1000  # limits for the settings in `random:SHAPE,key=value`
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -85,7 +85,7 @@ def _check_value(base_model: str, key: str, value: Any, default_config: Any) -> 
 
 
 def build_byte_tokenizer() -> Any:
-    """Build a tokenizer of 259 tokens (256 bytes and three special tokens) with a ChatML template."""
+    """Build a tokenizer with 259 tokens (256 bytes and three special tokens) and a ChatML template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -102,7 +102,7 @@ def build_byte_tokenizer() -> Any:
 
 
 class RandomTensors:
-    """Stands in for the tensors of a checkpoint: draws each parameter of `model` when it is read.
+    """Implements `StoredTensors` with random values: draws each parameter of `model` when it is read.
 
     Matrices are drawn from N(0, 0.02^2), the usual initialization; norm weights are one, biases zero. The name of each
     tensor (and the expert's index) seeds its values, so the order of reading does not matter.
@@ -111,7 +111,7 @@ class RandomTensors:
     def __init__(
         self, base_model: str, model: torch.nn.Module, device: torch.device, *, in_mxfp4: bool = False
     ) -> None:
-        """Prepare the tensors of `model`; with `in_mxfp4`, experts are blocks and scales, as in gpt-oss."""
+        """Prepare the tensors of `model`; with `in_mxfp4`, experts are stored as blocks and scales, as in gpt-oss."""
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))
@@ -127,7 +127,7 @@ class RandomTensors:
         return {name: tuple(like.shape) for name, like in self._like.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Return a tensor on the device; with `index`, only that entry of the first dimension, which is kept."""
+        """Return a tensor on the device, or only `tensor[index : index + 1]` if `index` is given."""
         if name in self._packed:
             count, *shape = self._packed[name]
             return torch.cat([self._draw_packed(name, expert, shape) for expert in _select_experts(count, index)])
@@ -142,7 +142,7 @@ class RandomTensors:
         return tensor if index is None else tensor[index : index + 1]
 
     def _draw_packed(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
-        """Draw codes, or scales that give the weights about the same standard deviation as the others."""
+        """Draw random codes, or return scales that give the weights a standard deviation of about 0.02."""
         if name.endswith(SCALES):
             return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
         generator = self._build_generator(f"{name} {expert}")
@@ -158,13 +158,13 @@ class RandomTensors:
 
 
 def init_score_head(model_config: Any) -> torch.Tensor:
-    """Initialize a score head [1, H] in fp32 with random values, the same for every run and rank."""
+    """Return a random score head [1, H] in fp32, with the same values in every run and on every rank."""
     drawn = torch.empty(1, model_config.hidden_size)
     return drawn.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator().manual_seed(0))
 
 
 class TensorsWithScore:
-    """Adds a new score head to the tensors of a checkpoint that has none."""
+    """Adds a new score head to the tensors of a checkpoint if it has none."""
 
     def __init__(self, stored: StoredTensors, model_config: Any) -> None:
         self.stored, self._config = stored, model_config

@@ -1,4 +1,4 @@
-"""Detect the layers that an adapter can train: those that are called as modules and receive a gradient.
+"""Detect the layers that an adapter can train: layers that are called as modules and receive a gradient.
 
 Attention indexers select tokens without a gradient, some models read a layer's weight directly, a decoder without an
 encoder never calls its cross-attention, and text never reaches the experts for images. Such layers are detected rather
@@ -26,24 +26,24 @@ NO_GRADIENT = "no gradient of the loss reaches them"
 FEW_TOKENS, MANY_TOKENS = 16, 256
 """Sequence lengths of the two passes: some layers need many tokens, for example to compress 128 into one."""
 MAX_COPIED = 1_000_000
-"""Number of elements above which a parameter is expanded from a single element; nothing writes to parameters."""
+"""Parameters with more elements than this are expanded from a single element; nothing writes to them."""
 EXPERT_NAME = re.compile(r"(.*experts\.)\d+(\..*)")
 _CACHE: dict[tuple[type, str], "GradientCoverage"] = {}
 
 
 @dataclass(frozen=True)
 class GradientCoverage:
-    """Lists the linear layers and experts that get no gradient, or get one only from long sequences."""
+    """Lists the linear layers and experts that receive no gradient, or receive one only from long sequences."""
 
     unreached: dict[str, str]
     """Paths of the layers that an adapter cannot train, with the reason."""
     in_long_sequences: frozenset[str] = frozenset()
-    """Paths of the layers that get a gradient only from sequences of more than `FEW_TOKENS`."""
+    """Paths of the layers that receive a gradient only from sequences longer than `FEW_TOKENS`."""
 
 
 @replaces("linear layers and experts of a copy on the meta device")
 def probe_gradient_coverage(model: Any) -> GradientCoverage:
-    """Run a copy of the model to find the layers without a gradient. Return an empty result if that fails."""
+    """Run a copy of the model to find the layers without a gradient; return an empty result if the run fails."""
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
         for name in vars(part):
@@ -75,10 +75,10 @@ def _observe_gradients(model_class: Any, config: Any) -> GradientCoverage:
 
 
 class _Pass:
-    """Records which linear layers (except the head) and experts a pass calls, and which get a gradient."""
+    """Records which linear layers (except the head) and experts a pass calls, and which receive a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
-        """Run the pass; with `once`, only the first of the layers that differ only in their index runs."""
+        """Run the pass; with `once`, only the first layer runs if several differ only in their index."""
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -130,7 +130,7 @@ def _fill_parameters(module: nn.Module) -> None:
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind. Return a function that adds the paths of dropped layers to others."""
+    """Keep one decoder layer of each kind; return a function that adds the dropped layers' paths to given paths."""
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -158,7 +158,7 @@ def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def describe_layer(layer: nn.Module) -> Any:
-    """Return a key of modules, settings and weight shapes. Layers that differ only in their index have equal keys."""
+    """Return a key built from modules, settings and weight shapes; it is equal for layers that differ only in index."""
     numbers = [
         (name, value)
         for module in layer.modules()
@@ -167,7 +167,7 @@ def describe_layer(layer: nn.Module) -> Any:
     ]
     weights = [(tuple(weight.shape), weight.requires_grad) for weight in layer.parameters()]
     lists = [path for path, module in layer.named_modules() if isinstance(module, nn.ModuleList)]
-    # A layer may select an entry of its ModuleList by its index, as in Zamba 2.
+    # A layer may use its own index to select an entry of its ModuleList, as in Zamba 2.
     identity = None if all(path.endswith("experts") for path in lists) else id(layer)
     return identity, repr(layer), tuple(numbers), tuple(weights)
 

@@ -1,4 +1,4 @@
-"""Make plain PEFT find the same layers from the saved adapter settings, and load any PEFT adapter."""
+"""Save adapter settings from which plain PEFT finds the same layers, and load any PEFT adapter."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ from trainer.model.targets import Targets
 
 
 def check_separate_weights(adapted: Any, prefix: str) -> None:
-    """Raise UserError if two adapted layers share a weight, as in Zamba, since it cannot hold both updates."""
+    """Raise UserError if two adapted layers share a weight, as in Zamba, since it cannot contain both updates."""
     from peft.tuners.lora import LoraLayer
 
     base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
@@ -108,9 +108,9 @@ def _describe_misfit(error: Exception) -> str:
 
 
 def build_empty_base(base: Any) -> Any:
-    """Build the unchanged base model on the meta device. `base` may be patched, partitioned or quantized.
+    """Build the original base model on the meta device; `base` may be patched, partitioned or quantized.
 
-    Call it in the main thread, because libraries replace torch's functions for all threads while it runs.
+    Call this in the main thread, because libraries replace torch's functions for all threads while it runs.
     """
     from transformers.initialization import no_init_weights
 
@@ -127,7 +127,7 @@ def build_empty_base(base: Any) -> Any:
 def load_on_empty_base(empty: Any, settings: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
     """Load an adapter with plain PEFT into a copy of the base model on the meta device.
 
-    Only settings, names and shapes are needed, no tensor values. Raises ValueError if PEFT loses a tensor.
+    Only settings, names and shapes are needed, no tensor values. Raises ValueError if PEFT does not load every tensor.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -137,7 +137,7 @@ def load_on_empty_base(empty: Any, settings: dict[str, Any], shapes: Mapping[str
         state = {name: torch.empty(shape) for name, shape in shapes.items()}
     try:
         _set_tensors(plain, state)
-    except (KeyError, RuntimeError) as error:  # PEFT looks up rows of new tokens; another shape
+    except (KeyError, RuntimeError) as error:  # missing rows of new tokens; a tensor with another shape
         raise ValueError(_describe_misfit(error)) from error
 
 
@@ -171,7 +171,7 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
     """Set the adapter's saved settings so that plain PEFT finds the same layers and parameters.
 
     Layers whose names PEFT mistakes for experts (peft#3711) are listed by weight in `target_parameters`, which is
-    equivalent. Raises UserError for DoRA of such layers.
+    equivalent. Raises UserError for DoRA on such layers.
     """
     config, base = adapted.peft_config[adapter], adapted.get_base_model()
     paths = [path.replace(".base_layer", "") for path, _ in base.named_modules() if ".lora_" not in path]
@@ -194,8 +194,8 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
 def set_saved_patterns(adapted: Any, adapter: str = "default") -> None:
     """Name layers in full in `rank_pattern` and `alpha_pattern` if PEFT would read the saved patterns differently.
 
-    Of several matches the first counts, but PEFT sorts patterns when it saves them; and the patterns must match the
-    name with `.weight` of layers that are listed by weight.
+    PEFT uses the first pattern that matches, but sorts the patterns when it saves them. If a layer is listed by weight,
+    patterns must match its name with `.weight`.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import get_pattern_key
@@ -252,7 +252,7 @@ def check_reloadable(adapted: Any, adapter: str = "default") -> None:
 
 
 def _shorten_paths(paths: list[str], candidates: list[str], *, parts: int) -> list[str]:
-    """Shorten paths to their last `parts` components, except where these also match a candidate outside `paths`."""
+    """Shorten paths to their last `parts` components, unless these also match a candidate outside `paths`."""
     listed = set(paths)
     others = {get_last_components(path, parts) for path in candidates if path not in listed}
     return list(

@@ -1,6 +1,6 @@
-"""Find adapted layers that an inference server would ignore, so that its output differs from the trained model's.
+"""Find adapted layers that an inference server would ignore, so that it would not reproduce the trained model.
 
-The lists are from tests of vLLM 0.32 (tests/servers/test_vllm.py) and from SGLang's source.
+The lists are based on tests with vLLM 0.32 (tests/servers/test_vllm.py) and on SGLang's source.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from trainer.model.targets import find_layers_to_adapt
 
 SERVER_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
 ROUTERS_IN_VLLM = ("mixtral", "gpt_oss")
-"""Model types for which vLLM calls the router; for others, its MoE code reads the weight and skips the adapter."""
+"""Model types for which vLLM calls the router; in other models, MoE code reads its weight and skips the adapter."""
 SGLANG_APPLIES = frozenset(
     "q_proj k_proj v_proj qkv_proj o_proj out_proj gate_proj up_proj gate_up_proj down_proj q_a_proj q_b_proj "
     "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
@@ -40,7 +40,7 @@ def describe_exclusion(name: str) -> str:
 def list_serving_warnings(target: str | None, lora: LoraSection, added_tokens: Sequence[str], model: Any) -> list[str]:
     """Return a warning for each part of the adapter that the server `target` ignores.
 
-    The model may be on the meta device. Ollama gets the merged model, so it ignores nothing.
+    The model may be on the meta device. Ollama serves the merged model, so it ignores nothing.
     """
     if target is None or target == "ollama":
         return []

@@ -1,14 +1,14 @@
-"""Read checkpoints with linear layers in 4 bits: GPTQ, AWQ, and compressed-tensors' W4A16 and NVFP4.
+"""Read checkpoints with 4-bit linear layers: GPTQ, AWQ, and compressed-tensors' W4A16 and NVFP4.
 
-All store codes with a scale per group of columns. They are converted to the layout of ops/grouped.py. For a weight
-[O, I] they store:
+All formats store codes with a scale per group of columns, and are converted to the layout of ops/grouped.py. For a
+weight [O, I] they store:
 
     GPTQ    X.qweight [I/8, O], X.qzeros [G, O/8] (version 1: minus one), X.scales [G, O], X.g_idx [I]
     AWQ     X.qweight [I, O/8], X.qzeros [G, O/8], columns in the order 0 2 4 6 1 3 5 7; X.scales [G, O]
     W4A16   X.weight_packed [O, I/8], X.weight_scale [O, G], X.weight_zero_point [O/8, G], X.weight_g_idx [I]
     NVFP4   X.weight_packed [O, I/2] bytes of E2M1, X.weight_scale [O, G] in e4m3, X.weight_global_scale [1], a divisor
 
-Each int32 holds eight codes, the lowest bits first. The files determine which layers are in 4 bits.
+Each int32 contains eight codes, the lowest bits first. The files determine which layers are stored in 4 bits.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 COLUMN_PARTS = {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "order": "g_idx"}
 PARTS = {"codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point", "order": "weight_g_idx"}
 PARTS |= {"divisors": "weight_global_scale", "shape": "weight_shape"}
-"""Names of a layer's stored tensors by section of the packed layout; COLUMN_PARTS for GPTQ and AWQ."""
+"""Names of a layer's stored tensors, by section of the packed layout; GPTQ and AWQ use COLUMN_PARTS."""
 TYPES = ("F32", "F16", "BF16", "F8_E4M3")
 """Safetensors names of the types in ops.grouped.SCALES."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -59,7 +59,7 @@ class FourBitFormat:
     scaled: Literal["groups"] = "groups"
 
     def holds(self, path: str) -> bool:
-        """Return whether the linear layer at `path` is in 4 bits according to config.json."""
+        """Return whether the linear layer at `path` is stored in 4 bits according to config.json."""
         is_in_layer = any(part.isdigit() for part in path.split("."))
         is_match = str.__contains__ if self.name == "AWQ" else lambda path, entry: matches_module(entry, path)
         return is_in_layer and not any(is_match(path, entry) for entry in self.excluded)
@@ -73,7 +73,7 @@ class FourBitFormat:
         return GroupedLayout(next(iter(experts), 0), rows, cols, group, scale, *flags)
 
     def scale_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a packed weight without its codes: scales, zero points, other sections and alignment."""
+        """Return the bytes that a packed weight needs besides codes: scales, zero points, other sections, alignment."""
         return place_sections(self.layout(shape).sections())[1] - torch.Size(shape).numel() // 2
 
 
@@ -163,11 +163,11 @@ class FourBitFiles:
                 )
 
     def read_shapes(self) -> dict[str, Shape]:
-        """Return the full-precision shapes by name."""
+        """Return the dequantized shape of each tensor by name."""
         return self._plain | {name: (layout.rows, layout.cols) for name, layout in self.layouts.items()}
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, with packed weights dequantized to fp32; with `index`, only that row, as a matrix."""
+        """Return a tensor, dequantized to fp32 if packed, or only `tensor[index : index + 1]` if `index` is given."""
         if name not in self.layouts:
             return self._files.read(name, index)
         weight = self._dequantize(self.layouts[name], self._read_parts(name))
@@ -181,7 +181,7 @@ class FourBitFiles:
         return dequantize_groups(list(views.values()), layout.floats, layout.group, torch.float32)
 
     def find_layout(self, stored: StoredParameter, shape: Sequence[int], *, transposed: bool) -> GroupedLayout | None:
-        """Return the packed layout of a parameter of `shape` ([.., I, O] if transposed); None to dequantize it."""
+        """Return a parameter's packed layout; None if it must be unpacked. `shape` is [.., I, O] if `transposed`."""
         names = [name for group in stored.names.values() for name in group]
         operations = stored.converter.operations if stored.converter else ()
         kinds = {type(operation).__name__: operation for operation in operations}

@@ -1,12 +1,12 @@
 """Read checkpoints with weights in FP8 (e4m3).
 
-In all formats W = scale q. They differ in the block of weights per scale, and in the name of the scales of weight X:
+In all formats W = scale * q. They differ in which weights share a scale, and in the name of the scales for a weight X:
 
     fp8                 X_scale_inv: per block of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or per tensor (Ministral 3)
     compressed-tensors  X_scale: per row, [O, 1], per tensor, or per block
 
-Static input scales (`activation_scale`, `input_scale`) are for serving and are ignored: inputs stay in 16 bits or get
-a scale per token. The files determine which tensors are in FP8; the others stay in 16 bits.
+Static input scales (`activation_scale`, `input_scale`) are for serving and are ignored: inputs stay in 16 bits or use
+a scale per token. The files determine which tensors are in FP8; all other tensors stay in 16 bits.
 """
 
 import re
@@ -38,14 +38,14 @@ SERVING_SUFFIXES = (
 """Suffixes of tensors used only for serving: scales of inputs, outputs and the KV cache."""
 DEFAULT_BLOCK = (128, 128)
 CONVERSIONS = ("MergeModulelist", "Concatenate", "Transpose")
-"""Conversions of transformers that apply to a grid of scales in the same way as to the values."""
+"""transformers' conversions that apply to a grid of scales in the same way as to the values."""
 SAME_MODEL_FIX = "take config.json and weights from the same model"
 Block = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """Describes the FP8 format declared in config.json. `block` is None for one scale per row or tensor."""
+    """The FP8 format declared in config.json; `block` is None for one scale per row or tensor."""
 
     block: Block | None
     excluded: tuple[str, ...]
@@ -56,7 +56,7 @@ class Fp8Format:
         return "rows" if self.block is None else "blocks"
 
     def scale_bytes(self, shape: torch.Size) -> int:
-        """Return the number of bytes of the scales of a weight [..., O, I]."""
+        """Return the size in bytes of the scales for a weight [..., O, I]."""
         rows, cols = self.block or (1, shape[-1])
         return 4 * shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)
 
@@ -66,7 +66,7 @@ class Fp8Format:
 
 
 def matches_module(pattern: str, path: str) -> bool:
-    # compressed-tensors prefixes regular expressions with `re:`; for transformers any entry may be one, or a suffix.
+    # compressed-tensors prefixes regular expressions with `re:`; transformers' entries may be expressions or suffixes.
     expression, end = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
     if path == pattern or path.endswith(f".{pattern}"):
         return True
@@ -130,7 +130,7 @@ class Fp8Files:
         }
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, with FP8 dequantized to fp32; with `index`, only that entry of the first dimension."""
+        """Return a tensor, dequantized to fp32 if in FP8, or only `tensor[index : index + 1]` if `index` is given."""
         if name not in self._scale_names:
             return self._files.read(name, index)
         block = self._get_stored_block(name)
@@ -138,7 +138,7 @@ class Fp8Files:
         return dequantize_blocks(codes, scales, block, torch.float32)
 
     def find_block(self, stored: StoredParameter, dimensions: int) -> Block | None:
-        """Return the rows and columns per scale of the parameter built from `stored`; None if it must be dequantized.
+        """Return the rows and columns per scale for the parameter built from `stored`; None if it must be dequantized.
 
         Blocks shrink if concatenated parts do not consist of whole blocks of rows.
         """
@@ -162,11 +162,11 @@ class Fp8Files:
         return (rows, cols) if "Transpose" not in kinds or rows == cols else None
 
     def read_codes(self, stored: StoredParameter, index: int | None = None) -> Tensor:
-        """Read the stored values (uint8) in the layout of the parameter."""
+        """Read the stored values (uint8) in the parameter's layout."""
         return stored.read(TensorView(self.read_shapes, self._read_codes), index)
 
     def read_scales(self, stored: StoredParameter, block: Block, index: int | None = None) -> Tensor:
-        """Read one fp32 scale per `block` in the layout of the parameter."""
+        """Read one fp32 scale per `block` in the parameter's layout."""
         return stored.read(TensorView(self.read_shapes, partial(self._read_scales, block)), index)
 
     def _read_codes(self, name: str, index: int | None = None) -> Tensor:
@@ -207,7 +207,7 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
 
 
 def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> dict[str, tuple[int, ...]]:
-    """Return full-precision shapes by name. Raises UserError for missing or wrong scales, or without FP8 tensors."""
+    """Return the dequantized shapes by name. Raises UserError if scales are missing or wrong, or nothing is in FP8."""
     shapes, types, scales = files.read_shapes(), files.read_types(), find_scales(files)
     if not scales and E4M3 not in types.values():
         raise UserError(

@@ -1,8 +1,8 @@
 """Map the parameters of a model to stored tensors, and convert the stored tensors.
 
 Checkpoints of MoE models store one tensor per expert, or one for all experts, and their names differ from the model's.
-The mapping of transformers defines which tensors make up a parameter. Here its conversions run on the tensors of one
-parameter, or of one expert where possible, so that only these are in memory.
+transformers' mapping defines which tensors make up a parameter. Here its conversions run on one parameter at a time, or
+one expert if possible, so that only the tensors needed for it are in memory.
 """
 
 from copy import deepcopy
@@ -25,7 +25,7 @@ class StoredTensors(Protocol):
         """Return the shapes of all tensors."""
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor; with `index`, only that entry of the first dimension, which is kept."""
+        """Return a tensor, or only `tensor[index : index + 1]` if `index` is given."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StoredParameter:
         return counts == {1} and all(map(_keeps_first_dimension, operations))
 
     def read(self, files: StoredTensors, expert: int | None = None) -> Tensor:
-        """Return the parameter's values, or only those of one expert, with a first dimension of length one."""
+        """Return the parameter's values, or only `values[expert : expert + 1]` if `expert` is given."""
         assert not self.is_mxfp4, self.target
         if self.converter is None:
             return files.read(self.names[self.target][0], expert)
@@ -73,7 +73,7 @@ class StoredParameter:
         return self._convert(parts)[self.target]
 
     def targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-        """Return the names of the parameters that the conversion builds, which are several if it splits a tensor."""
+        """Return the names of the parameters that the conversion builds (several if it splits a tensor)."""
         empty = {
             pattern: [torch.empty(shapes[name], device="meta") for name in names]
             for pattern, names in self.names.items()

@@ -41,7 +41,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
 
 
 def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
-    """Raise UserError if lora.modules_to_save names a layer with a weight in 4 or 8 bits."""
+    """Raise UserError if lora.modules_to_save names a layer with a 4-bit or 8-bit weight."""
     form, head = find_stored_format(model_config), empty.get_output_embeddings()
     for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
         is_packed = is_linear(module) and module is not head and (form is None or form.holds(path))

@@ -1,9 +1,9 @@
 """Load weights module by module, quantized or as stored, and partition them under ZeRO-3.
 
-transformers skips `zero.Init` for quantized models (every rank would hold the whole 4-bit model) and otherwise reads
+transformers skips `zero.Init` for quantized models (every rank would load the whole 4-bit model) and otherwise reads
 the whole checkpoint into the memory of rank 0. Here rank 0 reads the tensors of one module and broadcasts them, every
-rank quantizes them deterministically, and DeepSpeed keeps the rank's shard before the next module is read. A rank needs
-memory for its shard of the model and one module in full precision.
+rank quantizes them deterministically, and DeepSpeed frees all but the rank's shard before the next module is read. A
+rank needs memory for its shard of the model and one module in full precision.
 """
 
 import copy
@@ -69,7 +69,7 @@ def load_model_by_module(
     if quantization is not None and quantization.is_8bit:
         check_fp8_support(quantization.quant_type, device)
         if device.type == "cuda":
-            ops.load_backend("auto")  # the forward of the layers needs an operator
+            ops.load_backend("auto")  # the layers' forward pass needs an operator
     model = _build_empty(strip_quantization(config), section, dtype, attention)
     files: StoredTensors
     if is_random(base_model):
@@ -117,8 +117,8 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
 class Filler:
     """Fills a model on the meta device one module at a time.
 
-    Rank 0 reads the weights; all ranks quantize, partition or shard them. transformers models keep the dtype of each
-    parameter; other models get all weights in `dtype`.
+    Rank 0 reads the weights; all ranks quantize, partition or shard them. In transformers models, every parameter keeps
+    its dtype; in other models, all weights are converted to `dtype`.
     """
 
     model: Any
@@ -144,7 +144,7 @@ class Filler:
         self._quantized: dict[int, nn.Module] = {}
 
     def fill(self, deepspeed_config: dict[str, Any] | None = None, shards: LayerShards | None = None) -> None:
-        """Fill every module. Partition it with DeepSpeed or `shards` if they are given."""
+        """Fill every module, and partition it with DeepSpeed or `shards` if one of them is given."""
         if shards is not None:
             shards.plan(self.model)
         for path, module in list(self.model.named_modules()):
@@ -308,7 +308,7 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
 def _find_shared_block_sizes(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, StoredParameter], transposed: bool
 ) -> dict[str, Block | None]:
-    """Map each expert tensor to their common block size (None: one row); empty if they must be dequantized."""
+    """Map the expert tensors to their common block size (None: one row); empty if they must be dequantized."""
     blocks = {name: fp8.find_block(stored[name], 3) for name in experts}
     cells = [cell for cell in blocks.values() if cell is not None]
     if len(cells) < len(blocks) or not blocks:

@@ -1,7 +1,7 @@
-"""Select the layers that get an adapter, from lora.target_modules and lora.exclude_modules.
+"""Select the layers to adapt from lora.target_modules and lora.exclude_modules.
 
 As in PEFT, a name matches every module path that ends in it, and a regular expression must match the whole path. An
-excluded name also excludes everything below it (`mlp`, `vision_tower`). Layers that cannot learn are excluded too.
+excluded name also excludes everything below it (`mlp`, `vision_tower`). Layers that cannot be trained are excluded too.
 """
 
 import re
@@ -41,7 +41,7 @@ IS_ROUTER = "route tokens to experts; lora.target_modules can name them"
 
 @dataclass(frozen=True)
 class Targets:
-    """Holds the full paths of the adapted layers and parameters, and the rank of expert adapters."""
+    """The full paths of the adapted layers and parameters, and the rank of expert adapters."""
 
     modules: tuple[str, ...]
     experts: tuple[str, ...]
@@ -55,7 +55,7 @@ class Targets:
 
 
 def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
-    """Return all adapted paths; None if PEFT can find them by name (without experts and regular expressions)."""
+    """Return all adapted paths; None if PEFT finds them itself, by name or from a loaded adapter's settings."""
     if hasattr(model, "list_default_targets"):
         return None if lora.adapter_path else Targets(tuple(find_layers_to_adapt(model, lora)), (), (), lora.r)
     by_path = any(map(is_pattern, lora.target_modules)) or lora.target_parameters or find_expert_modules(model)
@@ -71,7 +71,7 @@ def resolve_targets(model: Any, lora: LoraSection) -> Targets | None:
 
 
 def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
-    """Yield the paths of the layers that `lora` adapts, except experts and parameters. The meta device is supported."""
+    """Yield the paths of the layers to adapt, except experts and parameters. The model may be on the meta device."""
     from transformers.pytorch_utils import Conv1D
 
     excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), find_expert_modules(model)
@@ -150,7 +150,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
 
 
 def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:
-    """Return a pattern of the paths without an adapter for PEFT's `exclude_modules`; None if nothing is excluded."""
+    """Return a pattern for PEFT's `exclude_modules` that matches the paths to exclude; None if nothing is excluded."""
     patterns = [build_subtree_pattern(name) for name in lora.exclude_modules]
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(build_subtree_pattern("experts"))  # experts that are modules
@@ -231,7 +231,7 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of towers and projectors without an adapter; with `vision.train: lora`, only those for audio."""
+    """Return the paths of towers and projectors without an adapter; only audio modules with `vision.train: lora`."""
     towers = find_non_text_modules(model)
     return [path for path in towers if "audio" in path] if lora.image_parts == "lora" else towers
 
@@ -271,7 +271,7 @@ def _find_custom_linears(model: nn.Module) -> list[str]:
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Build a pattern for `paths` and everything below. It matches any layer index if this matches none of `others`."""
+    """Build a pattern for `paths` and all paths below them, with any layer index unless that would match `others`."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)

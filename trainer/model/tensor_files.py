@@ -56,7 +56,7 @@ class SafetensorsFiles:
         return self._files[name]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Return a tensor on the CPU; with `index`, only that entry of the first dimension, which is kept."""
+        """Return a tensor on the CPU, or only `tensor[index : index + 1]` if `index` is given."""
         with safe_open(str(self._files[name]), framework="pt") as handle:
             if index is None:
                 return torch.as_tensor(handle.get_tensor(name))

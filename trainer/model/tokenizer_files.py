@@ -32,7 +32,7 @@ SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
     """Return the contents of a tokenizer's files by name, copied from its source if the tokenizer was not modified.
 
-    `revision` is the revision of its repository on the Hub.
+    `revision` is the revision of the tokenizer's repository on the Hub.
     """
     processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
     with suppress(UserError):  # the tokenizer needs custom code, or more files than TOKENIZER_FILES

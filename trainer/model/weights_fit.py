@@ -24,7 +24,7 @@ from trainer.model.tensor_files import SafetensorsFiles
 
 
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
-    """Check the headers of the files against the model. Return warnings about unused tensors.
+    """Check the headers of the files against the model; return warnings about unused tensors.
 
     Raises UserError, prefixed with `setting`, if weights are missing or have the wrong shape, if config.json does not
     declare their quantization, or if entire layers are unused.
@@ -58,7 +58,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 
 
 def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
-    """Check transformers' loading info (`output_loading_info`). Returns and raises as `check_weights_fit` does."""
+    """Check transformers' `output_loading_info`; return warnings and raise UserError as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
     if has_score(model.config):
         # A language model's checkpoint has an output head instead of a score head.
@@ -89,9 +89,9 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
 
 
 def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
-    """Describe stored layers beyond the model's (`2 layers in model.layers, but the files have 1 more`), if any.
+    """Describe stored layers that the model lacks, as "2 layers in model.layers, but the files have 1 more", or "".
 
-    The extra layers of multi-token prediction are allowed.
+    Extra layers for multi-token prediction are allowed.
     """
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
     allowed = int(getattr(text, "num_nextn_predict_layers", 0) or 0)
@@ -110,7 +110,7 @@ def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
 
 
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
-    """Raise UserError if weights are in 8 bits or less, because they would be loaded without their scales."""
+    """Raise UserError if weights are stored in 8 bits or less, because they would be loaded without their scales."""
     if scales := find_scales(files):
         first = min(scales, key=_build_natural_sort_key)
         raise UserError(f"{setting}: {first} is stored in FP8, but config.json does not declare it; {SAME_MODEL_FIX}")

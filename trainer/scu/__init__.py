@@ -1,1 +1,1 @@
-"""The Shannon Control Unit: its control law, the information in an adapter, and the controller for training."""
+"""The Shannon Control Unit: its control law, the measure of an adapter's information, and the training controller."""

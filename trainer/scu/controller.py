@@ -1,4 +1,4 @@
-"""Connect the Shannon Control Unit to the training loop: the penalty, the measurement, lambda and its records.
+"""Connect the Shannon Control Unit to the training loop: penalty, measurement, lambda updates and records.
 
 Optimizer step t:
 
@@ -6,7 +6,7 @@ Optimizer step t:
     reduction:        the loop sums (loss, tokens, get_local_contribution()) over the ranks in the loss's all-reduce
     observe(t, ...):  starts an asynchronous copy of the three sums to the host; step t steers step t+1
 
-The host synchronizes with the device only to check every `scu.check_every` steps that lambda is bitwise equal on all
+The host synchronizes with the device only every `scu.check_every` steps, to check that lambda is bitwise equal on all
 ranks. Evaluation does not use the penalty. Faults raise ScuError on every rank; training never continues uncontrolled.
 """
 
@@ -35,7 +35,7 @@ MEMORIZED_BPT = 1e-3
 
 
 class ScuError(RuntimeError):
-    """Raised if a measurement is not finite, or ranks have different lambdas."""
+    """Raised if a measurement is not finite, or if lambda differs between ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class _PendingMeasurement:
     memory_mb: float
 
     def wait(self) -> list[float]:
-        """Return the sums as numbers; this rarely blocks, since the copy was started one step ago."""
+        """Return the sums as numbers; this rarely blocks, since the copy was started one step earlier."""
         if self.copied is not None:
             self.copied.synchronize()
         return [float(number) for number in self.sums.tolist()]
 
 
 class Steering:
-    """Computes the penalty of one run and adjusts lambda (the Shannon Control Unit).
+    """Computes the penalty and adjusts lambda during a run (the Shannon Control Unit).
 
-    `target_tokens` is N, the target tokens of one epoch (`scu.tokens` overrides it); `total_steps` the planned
-    optimizer steps; `base_parameters` the size of the base model, for `scu.target: auto`. `divergence` measures K for
-    `scu.measure: kl`. Raises UserError for invalid settings.
+    `target_tokens` is N, the number of target tokens per epoch (`scu.tokens` overrides it), and `total_steps` the
+    number of planned optimizer steps. `scu.target: auto` depends on `base_parameters`, the size of the base model.
+    `divergence` measures K for `scu.measure: kl`. Raises UserError for invalid settings.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Steering:
         self.state = scu.build_initial_state(self.law)
         self.records: list[dict[str, Any]] = []
         self.fitted: dict[str, float] | None = None
-        """Set at the end of a run that held out reference text."""
+        """Result of `scu.scale_to_target`, set after training; None if no reference text was held out."""
         self._pending: _PendingMeasurement | None = None
         self._measured: Tensor | None = None
 
@@ -103,11 +103,12 @@ class Steering:
     ) -> list[str]:
         """Check before the first step that S can reach the target; return warnings. A collective call.
 
-        Raises UserError with the reachable range, or only warns if the run `resumes` and may have few steps left.
+        Raises UserError with the reachable range if it cannot; a run that `resumes` may have few steps left, so it only
+        gets a warning.
 
         `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's
-        rate in all remaining steps; `b_ratio`: B's rate over A's (LoRA+). AdamW moves an element by at most about
-        the learning rate. S also rises as DataBPT falls, so the upper bound assumes memorized data.
+        rate in each remaining step; `b_ratio`: B's rate divided by A's (LoRA+). In a step AdamW moves an element by at
+        most about the learning rate. S also rises as DataBPT falls, so the upper bound assumes memorized data.
         """
         if self.law.controller != "pi" or self.information is None:
             return []
@@ -134,10 +135,10 @@ class Steering:
         return warnings
 
     def penalty(self, step: int) -> Tensor:
-        """Return the penalty of step `step` (from 1): lambda ln 2 ParamBPT, or lambda K, differentiable nats per token.
+        """Return the differentiable penalty for a step (from 1) in nats per token: lambda ln 2 ParamBPT, or lambda K.
 
-        A collective call, once per step between the last micro-step's forward and backward. The penalty is the mean
-        over the ranks, which the engine's gradient averaging computes.
+        A collective call, once per step, between the last micro-step's forward and backward pass. The step's penalty is
+        the mean over ranks, which the engine computes by averaging gradients.
         """
         self.apply_pending_measurement()
         if self.divergence is not None:
@@ -152,7 +153,7 @@ class Steering:
         return squares * (self.lambda_ * self.information.nats_per_square)
 
     def get_local_contribution(self) -> Tensor:
-        """Return this rank's contribution to Q, or to the sum of KL: fp64 on the device, to be summed over ranks."""
+        """Return this rank's contribution to Q or the KL sum, in fp64 on the device, to be summed over ranks."""
         if self._measured is None:
             raise ScuError("scu: get_local_contribution() was called before penalty() in this step")
         return self._measured if self.divergence is not None else self._divide_by_ranks(self._measured)
@@ -175,7 +176,7 @@ class Steering:
             return  # no control step
         measured = measured_global.detach().double()
         device = measured.device
-        # Create numbers on the device: a copy from the host would synchronize.
+        # Create the numbers on the device: copying them from the host would synchronize.
         tokens, counts = (
             value.to(device, torch.float64) if isinstance(value, Tensor) else measured.new_full((), float(value))
             for value in (target_tokens_global, applied)
@@ -190,7 +191,7 @@ class Steering:
         self._pending = _PendingMeasurement(step, sums, copied, memory_mb)
 
     def apply_pending_measurement(self) -> None:
-        """Apply a pending measurement to lambda. `penalty` calls this; calling it earlier has the same effect."""
+        """Update lambda from the pending measurement. `penalty` calls this; calling it earlier has the same effect."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -230,7 +231,7 @@ class Steering:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the `scu/*` metrics of the last applied measurement: the previous step's while one is pending."""
+        """Return the `scu/*` metrics of the last applied measurement, not of a pending one."""
         values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":
             values["scu/target"] = self.law.target
@@ -265,7 +266,7 @@ class Steering:
         return notes
 
     def write_files(self, run_dir: Path) -> None:
-        """Write scu_config.json, scu_metrics.json and scu_history.json; on rank 0, when no measurement is pending."""
+        """Write scu_config.json, scu_metrics.json and scu_history.json (on rank 0, while no measurement is pending)."""
         config = self.section.model_dump(mode="json") | {"target": self.law.target, "tokens": self.tokens}
         config["total_updates"] = self.law.total_updates
         if self.fitted is not None:
@@ -285,7 +286,7 @@ class Steering:
             write_json(run_dir / f"scu_{name}.json", content)
 
     def _divide_by_ranks(self, squares: Tensor) -> Tensor:
-        """Divide this rank's Q by the number of ranks, so that the sum is the adapter's Q on every rank."""
+        """Divide this rank's Q by the number of ranks, so that the sum over ranks is the adapter's Q."""
         return squares.double() / (dist.get_world_size() if dist.is_initialized() else 1)
 
     def _check_ranks_agree(self, step: int) -> None:

@@ -1,9 +1,9 @@
 """K = mean KL(adapted || base) in bits per token on reference text, with its gradient.
 
-    penalty = lambda K, in nats per token like the loss; does not depend on sigma and N
+    penalty = lambda K, in nats per token like the loss; independent of sigma and N
 
-The reference documents of a step depend only on its number, so they are the same after resuming. Each rank takes its
-rows, and computes the token count of all ranks without communication.
+The reference documents for a step depend only on the step number, so they are the same after a resume. Each rank uses
+its own rows, and computes the token count of all ranks without communication.
 """
 
 import math
@@ -23,7 +23,7 @@ from trainer.patches.loss_head import TokenLoss, to_device
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Reference documents, shuffled with `seed` in each pass; every rank takes `rows` of them per step."""
+    """Reference documents, shuffled with `seed` for each pass; every rank uses `rows` of them per step."""
 
     documents: Sequence[Sample]
     rows: int
@@ -35,7 +35,7 @@ class Reference:
     flat: bool
 
     def select(self, step: int) -> list[int]:
-        """Return the indices of this rank's documents in optimizer step `step` (1-based)."""
+        """Return the indices of this rank's documents for optimizer step `step` (1-based)."""
         return self._select_all_ranks(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
 
     def build_batch(self, documents: Sequence[int]) -> MicroBatch:
@@ -43,7 +43,7 @@ class Reference:
         return collate_samples(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
 
     def count_tokens(self, step: int) -> int:
-        """Return the number of positions at which a step compares the adapted and the base model, over all ranks."""
+        """Return the number of positions at which a step compares the adapted and the base model, on all ranks."""
         return sum(len(self.documents[index].input_ids) - 1 for index in self._select_all_ranks(step))
 
     def _select_all_ranks(self, step: int) -> list[int]:
@@ -55,9 +55,9 @@ class Reference:
 
 
 def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Reference) -> list[Tensor] | None:
-    """Return the base model's last hidden states [T - 1, H] of each document, in host memory; a collective call.
+    """Return the base model's last hidden states [T - 1, H] for each document, in host memory; a collective call.
 
-    Returns None if the loss is not computed in chunks from such states.
+    Returns None if the loss is not computed in chunks from hidden states.
     """
     model, states = engine.module, list[Tensor]()
     was_training = model.training
@@ -85,15 +85,15 @@ class Divergence:
         *,
         base_states: list[Tensor] | None = None,
     ) -> None:
-        """Prepare the measurement; with `base_states`, steps need no forward pass of the base model."""
+        """Prepare the measurement; with `base_states`, no step needs a forward pass of the base model."""
         self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
         self.held_out: Divergence | None = None
-        """K on texts that no step uses, for scu.scale_to_target."""
+        """Measures K on texts that no step uses, for scu.scale_to_target."""
 
     def penalty(self, step: int, lambda_: float) -> Tensor:
-        """Return lambda K in nats per token; the penalty is its mean over the ranks. A collective call.
+        """Return this rank's lambda K in nats per token; the penalty is the mean over ranks. A collective call.
 
         While lambda is 0, K is measured without a gradient.
         """
@@ -111,7 +111,7 @@ class Divergence:
         return sum_local * (lambda_ * self.reference.world_size / self.reference.count_tokens(step))
 
     def measure_all(self) -> float:
-        """Return K on all documents in bits per token, repeating a few to fill all ranks; a collective call."""
+        """Return K over all documents in bits per token; some are repeated to fill the last step. A collective call."""
         total = torch.zeros((), dtype=torch.float64, device=self._engine.device)
         count = math.ceil(len(self.reference.documents) / (self.reference.rows * self.reference.world_size))
         for step in range(1, count + 1):
@@ -127,9 +127,9 @@ class Divergence:
         return self._token_loss.compute_base_states(self._engine, batch, self._engine.device)
 
     def get_local_sum(self) -> Tensor | None:
-        """Return this rank's sum of divergences in the step (nats, fp64); None before `penalty`."""
+        """Return this rank's KL sum for the step (fp64, in nats); None before the first call to `penalty`."""
         return None if self._sum is None else self._sum.double()
 
     def compute_bits(self, step: int, sum_global: float) -> float:
-        """Convert a step's KL sum over all ranks (nats) to K in bits per token; rounding below 0 is clamped."""
+        """Convert a step's KL sum over all ranks (nats) to K in bits per token; a negative rounding error becomes 0."""
         return max(0.0, sum_global / self.reference.count_tokens(step) / math.log(2.0))

@@ -1,15 +1,15 @@
-"""DataBPT (bits per token of the data) and ParamBPT (of the adapter) with its gradient, at any ZeRO stage.
+"""Compute DataBPT and ParamBPT (bits per token in the data and in the adapter) at any ZeRO stage, with gradients.
 
     DataBPT  = sum of token losses (nats) / target tokens / ln 2
     ParamBPT = Q / (2 sigma^2 N ln 2),   Q = sum of w^2
     measure delta:    w = s B A, so Q = s^2 trace((B^T B)(A A^T)), dB = 2 s^2 B (A A^T), dA = 2 s^2 (B^T B) A
     measure factors:  w = all of A and B, dw = 2 w
 
-N: target tokens of an epoch, but in shapes the number of adapted layers of one shape; R rank, I in, O out. s: PEFT's
+N: target tokens per epoch; in shapes, the number of adapted layers of that shape. R: rank, I: in, O: out. s: PEFT's
 scale, alpha / r or (rsLoRA) alpha / sqrt(r). MoE models: each expert counts as a separate layer.
 DoRA: w is the update s B A of the direction before normalization; magnitudes (one number per output) are not counted,
-since they start at the norms of the base weight, which is not information in the adapter.
-QLoRA: the same; the 4-bit base is not counted.
+since they are initialized to the norms of the base weight, which is not information in the adapter.
+QLoRA: as for LoRA; the 4-bit base is not counted.
 """
 
 import math
@@ -36,14 +36,14 @@ from trainer.parallel.engine.partitioned import (
 Measure = Literal["delta", "factors"]
 # An nn.Parameter that ZeRO-3 may have partitioned (trainer/parallel/engine/partitioned.py).
 Partitionable = Any
-# Layers are batched up to this number of elements: few launches, and 64 MiB of working memory in fp32.
+# Layers are batched up to this number of elements, for few kernel launches and 64 MiB of working memory in fp32.
 CHUNK_ELEMENTS = 2**24
 GRAM_PIECES = 16
 
 
 @dataclass(frozen=True)
 class AdapterPair:
-    """One adapted layer: A [R, I], B [O, R], scale s of its update s B A; for experts A [E, R, I], B [E, O, R]."""
+    """An adapted layer with the update scale * B A: A [R, I] and B [O, R], or [E, R, I] and [E, O, R] for experts."""
 
     a: nn.Parameter
     b: nn.Parameter
@@ -51,7 +51,7 @@ class AdapterPair:
 
 
 def find_pairs(model: nn.Module) -> list[AdapterPair]:
-    """Return the LoRA pairs of the active adapters, or of the selected adapter, in module order.
+    """Return the LoRA pairs, in module order, of the selected adapter or, if none is selected, of the active adapters.
 
     Raises UserError if there are no pairs, or a factor is not a matrix.
     """
@@ -80,14 +80,14 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
 
 
 def compute_data_bpt(loss_sum_global: float, target_tokens_global: float) -> float:
-    """Return DataBPT in bits per token from sums (nats, tokens) over all ranks and micro-steps."""
+    """Return DataBPT in bits per token, given the sums (nats, tokens) over all ranks and micro-steps."""
     return loss_sum_global / target_tokens_global / math.log(2.0)
 
 
 class AdapterInformation:
     """Computes Q = sum of w^2 over the adapter with its analytic gradient, and converts it to nats or bits.
 
-    `sigma` is the standard deviation of the prior N(0, sigma^2), `tokens` the target tokens N of one epoch.
+    `sigma` is the standard deviation of the prior N(0, sigma^2); `tokens` is N, the number of target tokens per epoch.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class AdapterInformation:
         tokens: int,
         flat: FlatAdapter | None = None,
     ) -> None:
-        """Group the pairs; if `flat` holds them in one buffer, the buffer is read and differentiated without a copy."""
+        """Group the pairs; pairs in the buffer of `flat` are read and differentiated without a copy."""
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
         self.chunks = list(_build_chunks(pairs, flat))
@@ -108,8 +108,8 @@ class AdapterInformation:
         """Return this rank's differentiable Q; the adapter's Q and its gradient are the means over the ranks.
 
         Under ZeRO-3 with `factors`, this is Q of this rank's shards times the number of ranks, otherwise Q of the full
-        adapter. Every rank must call it (`delta` gathers partitioned parameters), between a forward and its backward
-        pass: only there does autograd see each parameter's full shape instead of (0,), the shape of a partitioned one.
+        adapter. Every rank must call this method (`delta` gathers partitioned parameters) between a forward pass and
+        its backward pass: only then does autograd see the full shape of a partitioned parameter instead of (0,).
         """
         compute = _compute_delta if self.measure == "delta" else _compute_factors
         with torch.no_grad():
@@ -130,15 +130,15 @@ class AdapterInformation:
         return cast(Tensor, _PrecomputedGradient.apply(value, gradients, counts, *tensors))
 
     def compute_bits(self, squares: float) -> float:
-        """Return ParamBPT in bits per token for a value of Q."""
+        """Convert Q to ParamBPT in bits per token."""
         return squares * self.nats_per_square / math.log(2.0)
 
     @torch.no_grad()
     def compute_reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
-        """Return bounds of Q if no element of A (B) moves by more than reach_a (reach_b), the sum of learning rates.
+        """Return bounds on Q if elements of A (B) move by at most reach_a (reach_b), the sum of learning rates.
 
         factors: from (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
-        s ((|B| + reach_b)(|A| + reach_a) - |B||A|); the norm of this is added to and subtracted from the current norm.
+        s ((|B| + reach_b)(|A| + reach_a) - |B||A|); the bounds are the current norm plus and minus the norm of that.
         """
         low = high = 0.0
         for chunk in self.chunks:
@@ -184,7 +184,7 @@ class _Chunk:
             return _flatten_experts(down).to(dtype), _flatten_experts(up).to(dtype)
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
-        # cat and view: stack would create a view of each tensor, which is slow for hundreds of small ones.
+        # cat and view: stack would create a view of each tensor, which is slow for hundreds of small tensors.
         a_NRI = torch.cat(tensors[:split]).view(-1, *get_full_shape(self.a[0])[-2:])
         b_NOR = torch.cat(tensors[split:]).view(-1, *get_full_shape(self.b[0])[-2:])
         return a_NRI.to(dtype), b_NOR.to(dtype)
@@ -211,7 +211,7 @@ def _build_chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterato
 
 
 def _find_flat_position(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
-    """Return the position of consecutive pairs in a flat adapter; empty if they are not contiguous there."""
+    """Return the position of `part` in the flat adapter, as arguments to `_Chunk`; empty if it is not contiguous."""
     numbers = [flat.find_rows([getattr(pair, side) for pair in part]) for side in ("a", "b")]
     if None in numbers:
         return {}
@@ -220,13 +220,13 @@ def _find_flat_position(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str,
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Returns a value with precomputed gradients, so that ZeRO-3 may repartition A and B at any time."""
+    """Attaches precomputed gradients to a value, so that ZeRO-3 may repartition A and B at any time."""
 
     @staticmethod
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """Save the gradients; `counts` lists for each whether its tensors form one stack, and the number of tensors."""
+        """Save the gradients; for each, `counts` lists whether its tensors form one stack, and how many there are."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -253,12 +253,12 @@ def _compute_delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _flatten_experts(stacked: Tensor) -> Tensor:
-    """Flatten [layers, E, R, I] of experts to [N, R, I]."""
+    """Flatten a stack [layers, E, R, I] of expert factors to [N, R, I]."""
     return stacked.reshape(-1, *stacked.shape[-2:])
 
 
 def _compute_gram(b_NOR: Tensor) -> Tensor:
-    """Compute B^T B per layer, split along O, since a GPU computes a small matmul in a single thread block."""
+    """Compute B^T B per layer in pieces along O, since a GPU runs a small matmul in a single thread block."""
     layers, rows, rank = b_NOR.shape
     pieces = math.gcd(rows, GRAM_PIECES)
     parts = b_NOR.reshape(layers * pieces, rows // pieces, rank)
@@ -304,7 +304,7 @@ def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
 
 
 def _mask_to_shard(parameters: list[Partitionable]) -> list[Tensor]:
-    """Return the parameters with zeros for elements that other ranks own; unchanged if not partitioned."""
+    """Return the parameters with the elements of other ranks' shards set to 0; unchanged if not partitioned."""
     tensors: list[Tensor] = []
     for parameter in parameters:
         if not is_partitioned(parameter):

@@ -3,8 +3,8 @@
 The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the KL divergence from the base model in bits per token.
 
 `logit` and `kl` (ours):  L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
-    until M first reaches the target: lambda is constant (logit: lambda_start, kl: 0, then lambda_start);
-        logit: for at most `patience` updates; if S is still below the target, lambda_start is too large and is reduced
+    until M first reaches the target, lambda is constant: lambda_start (logit), or 0 (kl, and then lambda_start);
+        logit waits for at most `patience` updates, since S stays below the target if lambda_start is too large
     e = L_hat - L(target);   |e| <= deadband: lambda is unchanged
     otherwise  ln lambda <- ln lambda + P(e) - P(previous e) + Ki clip(e, -bound, bound), within lambda's bounds
         P(e) = Kp e;   kl, if e < 0:  P(e) = 8 Kp e, and 4 Ki in place of Ki
@@ -14,8 +14,8 @@ The measurement M is S = ParamBPT / (DataBPT + ParamBPT), or K, the KL divergenc
                       lambda <- clip(lambda exp(Kp e + I), lambda_min, lambda_max)
 
 The sign is plus: too much information raises lambda. ln lambda is itself an integrator, so in the published law Kp is
-integral action and Ki double integral action. In that law, e at twice the target is 0.001 if the target is 0.1 %, but
-0.25 if it is 25 %. With the logit, an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
+integral action and Ki double integral action. In that law, e at twice the target is 0.001 for a target of 0.1 %, but
+0.25 for 25 %. With the logit, an error is a ratio at every target: logit S = ln ParamBPT - ln DataBPT.
 Every rank runs this on the same reduced measurement in double precision, so the results are bitwise equal.
 """
 
@@ -26,19 +26,19 @@ from typing import Literal
 Controller = Literal["pi", "fixed", "linear", "cosine", "none"]
 Form = Literal["published", "logit", "kl"]
 ERROR_BOUND = {"logit": 2.0, "kl": 0.5}
-"""Bound of the error that Ki integrates, so that noise or a distant target cannot move lambda faster."""
+"""Bound on the error that Ki integrates, which limits how fast noise or a distant target can move lambda."""
 BELOW_TARGET_FACTORS = {"logit": (1.0, 1.0), "kl": (8.0, 4.0)}
 """Factors of Kp and Ki while M is below the target. `kl` lowers lambda faster than it raises it: once the text is
 learned and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
 SLOPE = {"logit": 3.0, "kl": 2.0}
 """The largest -dL / d ln lambda: under a quadratic penalty a weight falls at most as 1 / lambda, so ParamBPT and K as
-1 / lambda^2, while DataBPT rises by a power of 0.33 to 0.68 (docs/lab/data/scu-compare-controllers.csv)."""
+1 / lambda^2, while DataBPT rises as lambda to the power 0.33 to 0.68 (docs/lab/data/scu-compare-controllers.csv)."""
 LAG_STEPS = 20.0
-"""Lag of the weights behind lambda in optimizer steps, as a first-order lag (docs/lab/scu.md)."""
+"""Time constant, in optimizer steps, of the first-order lag of the weights behind lambda (docs/lab/scu.md)."""
 SMALL_ERROR = 0.05
-"""Noise of the smoothed error between steps: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
+"""Noise in the smoothed error between steps: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
 PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
-"""Lags of the weights, and fraction of the run, after which S has settled under a constant lambda."""
+"""S settles under a constant lambda within the longer of this many weight lags and this fraction of the run."""
 TINY = 1e-12
 GRANITE_GAINS = (0.6, 0.1)
 
@@ -86,7 +86,7 @@ class ControllerState:
     error: float | None = None
     updates: int = 0
     started: bool = True
-    """False until M first reaches the target, for laws that wait for it."""
+    """False while the law waits for M to reach the target for the first time."""
 
 
 def build_initial_state(law: Law) -> ControllerState:
@@ -200,15 +200,15 @@ def compute_steepest_slope(target: float) -> float:
 
 
 def compute_gain_bound(target: float) -> float:
-    """Return the upper bound of Kp + Ki: 2 / |dS / d ln lambda| = 1 / (S (1 - S)) at the steepest slope.
+    """Return the upper bound on Kp + Ki: 2 / |dS / d ln lambda| = 1 / (S (1 - S)) at the steepest slope.
 
-    It ensures stability for a plant without lag and without smoothing; `is_stable` includes the smoothing.
+    The bound ensures stability for a plant without lag and smoothing; `is_stable` includes the smoothing.
     """
     return 2.0 / compute_steepest_slope(target)
 
 
 def is_stable(law: Law, slope: float) -> bool:
-    """Return whether small deviations decay if M responds to ln lambda with -slope.
+    """Return whether small deviations decay if M responds to ln lambda with the slope -`slope`.
 
     Published: S responds at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies
     (S_hat, I, x) by a matrix with the characteristic polynomial
@@ -269,7 +269,7 @@ def build_gain_warning(law: Law) -> str | None:
 
 
 def get_published_target(base_parameters: int) -> float:
-    """Return the published S_target for a size of the base model: 1 % at 1B, 3 % at 3B to 7B; otherwise the nearest.
+    """Return the published S_target for a base model size: 1 % at 1B, 3 % at 3B to 7B; for other sizes, the nearest.
 
     The values were found with the measure `factors` and do not apply to `delta`.
     """

@@ -1,4 +1,4 @@
-"""Build the control law and the measure from the `scu` section. Adapt a checkpoint's state to changed settings."""
+"""Build the control law and the measure from the `scu` section, and adapt a checkpoint's state to new settings."""
 
 from dataclasses import replace
 
@@ -11,13 +11,13 @@ from trainer.scu import law as scu
 from trainer.scu.information import AdapterInformation, Measure, find_pairs
 
 AUTO_TARGET_BITS = 0.05
-"""Target of K for `auto`, bits per token."""
+"""Target for K if `scu.target` is `auto`, in bits per token."""
 LAW_SETTINGS = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda_start", "lambda_min", "lambda_max")
 """Settings that are fields of the law."""
 
 
 def build_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
-    """Build the measure of the adapter's information. Raises UserError if N is not known."""
+    """Build the measure of the adapter's information. Raises UserError if N is unknown."""
     if not tokens:
         raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set scu.tokens")
     measure: Measure = "factors" if section.measure == "factors" else "delta"
@@ -27,7 +27,7 @@ def build_information(section: ScuSection, model: nn.Module, tokens: int | None)
 
 
 def adapt_state(law: scu.Law, state: scu.ControllerState) -> tuple[scu.ControllerState, list[str]]:
-    """Adapt a checkpoint's state to a law with changed bounds or controller. Return it with notes."""
+    """Return a checkpoint's state, adapted to a law with other bounds or another controller, and notes on changes."""
     if law.controller not in ("pi", "fixed"):
         return state, []
     if state.lambda_ == 0.0 and state.started:  # saved by the controller `none`

@@ -1,4 +1,4 @@
-"""Start the Shannon Control Unit of a run, with reference texts for `kl`, and scale the adapter after training."""
+"""Start the Shannon Control Unit for a run, with reference texts for `kl`, and scale the adapter after training."""
 
 import math
 from collections.abc import Callable
@@ -29,10 +29,10 @@ def start_steering(
     config: RunConfig, prepared: PreparedRun, ranks: Ranks, engine: Engine, loss: object, *, flat: bool,
     total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
 ) -> tuple[Steering, list[str]]:  # fmt: skip
-    """Build the controller after optimizer step `step` of `total_steps`; return it with warnings. A collective call.
+    """Return the controller, as of optimizer step `step` of `total_steps`, and warnings; a collective call.
 
-    `flat`: whether packs are a single row of documents. `restored` is the controller's state in the checkpoint, and
-    `run_dir` has its records of earlier steps. Raises UserError for invalid settings.
+    `flat`: whether packs are a single row of documents. `restored` is the controller's state in the checkpoint;
+    `run_dir` contains the records of earlier steps. Raises UserError for invalid settings.
     """
     assert isinstance(loss, TokenLoss), "the SCU is only for language models"
     divergence = None
@@ -54,7 +54,7 @@ def start_steering(
 def check_start(
     steering: Steering, bits: float, schedule: Any, config: RunConfig, total_steps: int, step: int
 ) -> list[str]:
-    """Return warnings if the planned learning rates cannot reach the target; `bits` is the loss before `step`."""
+    """Return `Steering.check_target`'s warnings for the planned learning rates; `bits` is the loss before `step`."""
     ratio = config.lora.loraplus_lr_ratio or 1.0
     return steering.check_target(bits, compute_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
 
@@ -142,15 +142,15 @@ class ScaleFit:
 
 
 def choose_held_out(count: int) -> set[int]:
-    """Choose the positions of 1/8 of `count` texts, at most 64; none if there are fewer than 64 texts."""
-    # Groups of neighbors, so that parts of one document are rarely on both sides.
+    """Return the positions of 1/8 of `count` texts, at most 64; none if there are fewer than 64 texts."""
+    # Choose groups of neighbors, so that parts of a document are rarely on both sides of the split.
     groups = min(count // MIN_TEXTS, MAX_GROUPS)
     begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBORS // 2 for group in range(groups)]
     return {begin + number for begin in begins for number in range(NEIGHBORS)}
 
 
 def find_scale(kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
-    """Find the largest c, in steps of 1/256, with `kl_bits(c)` within the target; 1 if there is none."""
+    """Find the largest scale, in steps of 1/256, for which `kl_bits` is within the target; 1 if there is none."""
     low, high, measured = 0.0, 1.0, {1.0: kl_bits(1.0)}
     while measured[1.0] > target and high - low > 1 / 256:
         middle = (low + high) / 2
