@@ -170,7 +170,7 @@ class ImageInputs:
     dtype: torch.dtype
     """The model's dtype."""
     type_name: str | None
-    """Model argument that is 1 at image tokens; None if there is none."""
+    """Model argument that is 1 at image tokens; None if it is not needed."""
     window: int
     """Sliding-window size in tokens, for models with `type_name`."""
     in_all_layers: bool
