@@ -180,7 +180,7 @@ class Batches(GlobalBatches):
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches for the step that starts at `offset`, and the global sample count.
+        """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks.
 
         The last step in an epoch has only the remaining samples. A micro-step with no sample for this rank has one row
         without targets, so that every rank runs the same number of micro-steps.
@@ -240,7 +240,7 @@ class StreamBatches(GlobalBatches):
         """None, since a stream is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches for the step that starts at `offset`, and the global sample count.
+        """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks.
 
         `epoch` is ignored. Raises UserError, and keeps the state from before the step, if the data cannot be read or
         has no samples.

@@ -189,7 +189,7 @@ def _check_images(documents: pyarrow.Table) -> None:
 
 
 def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """Return the reference texts at `path`, with all tokens as targets; they are cached like `dataset.path`.
+    """Return the reference texts at `path`, in which every token is a target; they are cached like `dataset.path`.
 
     `setting` is the name of the path in error messages. Raises UserError if there are no texts, or if a text is longer
     than `dataset.max_length`.

@@ -32,7 +32,7 @@ class RenderError(Exception):
 
 @contextmanager
 def _limit_time() -> Iterator[None]:
-    """Raise RenderError if the block uses more than MAX_RENDER_SECONDS of CPU time, as nested loops may."""
+    """Raise RenderError if the block uses more than MAX_RENDER_SECONDS of CPU time, for example in nested loops."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise RenderError(f"rendering takes more than {MAX_RENDER_SECONDS} seconds")
@@ -85,7 +85,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
     ) -> ChatSpans:
-        """Render numbered messages, and return the text with the spans of turns and, if `texts` is set, of contents."""
+        """Render numbered messages; return the text and the spans of turns and, if `texts` is set, their contents."""
         if not messages:
             return read_marks("")
         chat = [mark_message(message) if texts else message for message in messages]

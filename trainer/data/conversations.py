@@ -141,7 +141,7 @@ class ChatEncoder:
 
 
 class _RenderedChat:
-    """Renders a conversation, locates its trained `spans`, and collects the parts of the record that are `lost`."""
+    """Renders a conversation, locates its trained `spans`, and collects the `lost` parts of the record."""
 
     def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
         self.spans: list[WeightedSpan] = []

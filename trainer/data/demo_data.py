@@ -42,7 +42,7 @@ def build_demo_data(cache: Path) -> tuple[Path, Path]:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Build `folder` if it is missing: `build` fills a temporary folder, which is renamed. Other processes wait."""
+    """Build `folder` if it is missing: `build` fills a temporary folder, which is then renamed, while others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.is_dir():

@@ -98,7 +98,7 @@ class DocumentEncoder:
     ) -> tuple[RecordFormat, dict[str, Any]]:
         """Detect a source's format from its first rows; return the format and the first record.
 
-        Raises UserError if the format cannot be detected, or if a row cannot be read (with `skips`: if none can).
+        Raises UserError if the format cannot be detected, or if a row (with `skips`, every row) cannot be read.
         """
         records = []
         for row in rows:

@@ -280,7 +280,7 @@ def pack_best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> 
         raise ValueError(f"document of {int(sizes.max())} tokens exceeds the capacity {capacity}")
     packs: list[list[int]] = []
     # open_packs[room] has the packs with exactly that much room; bit `room` of `rooms` is set if there are any. Finding
-    # the smallest sufficient room takes a shift and a bit trick, so total time is linear in the number of documents.
+    # the smallest sufficient room needs only bit operations, so total time is linear in the number of documents.
     open_packs: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
     for document in np.argsort(-sizes, kind="stable").tolist():

@@ -19,7 +19,7 @@ from trainer.data.formats import RecordFormat, describe_type
 IMAGE = "\ufdd2"
 """Placeholder for an image in a turn's text: a noncharacter, which no valid text contains."""
 MARK = "<image>"
-"""The placeholder in data for LLaVA, LLaMA-Factory and others."""
+"""Image placeholder in the formats of LLaVA, LLaMA-Factory and others."""
 PART_TYPES = ("image", "image_url", "input_image")
 SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
 """Keys of a part, or of an image's record, that may contain the image, in order of precedence."""
@@ -52,7 +52,7 @@ class ImageParts:
         return text.replace(MARK, IMAGE)
 
     def store(self, where: str) -> tuple[bytes, ...]:
-        """Return the images in order, as returned by `store_image`.
+        """Return the results of `store_image` for the images, in order.
 
         Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
         """

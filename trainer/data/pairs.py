@@ -39,7 +39,7 @@ class Pair:
 
 
 def read_pair(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Pair:
-    """Read a record in the format `preference`.
+    """Read a record in the `preference` format.
 
     Answers are strings, lists of turns, or complete conversations that begin with the same turns. Raises UserError,
     prefixed with `where`, for missing, empty or equal answers, different prompts, or an invalid margin.
@@ -77,7 +77,7 @@ class LabeledAnswer:
 def read_unpaired(
     record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None
 ) -> list[LabeledAnswer]:
-    """Read the labeled answer from a record in the format `unpaired`, or both answers from a pair.
+    """Read the labeled answer from a record in the `unpaired` format, or both answers from a pair.
 
     The answer is a completion, or the last turn of a conversation. Raises UserError, prefixed with `where`, if the
     label, the prompt or the answer is missing.
@@ -134,7 +134,7 @@ def _read_answer(record: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _read_prompt(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> tuple[Any, bool]:
-    """Return the prompt (None if the answers contain it), and whether it needs the chat template even if a string."""
+    """Return the prompt (None if the answers contain it), and whether even a string prompt needs the chat template."""
     if turns := next(filter(None, (record.get(fmt.names[name]) for name in ("messages", "conversations"))), None):
         return turns, True
     instruction = record.get(fmt.names.get("instruction", ""))

@@ -26,7 +26,7 @@ class PreparedRun:
     images: ImageReader | None = None
     """The image processor of a vision-language model."""
     adapters: "tuple[PreparedRun, ...]" = ()
-    """Results for each adapter if several are trained together; the other fields are then those of the first one."""
+    """Results for each adapter if several are trained together; the other fields then belong to the first one."""
 
 
 def has_images(prepared: PreparedRun) -> bool:

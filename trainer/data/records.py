@@ -1,4 +1,4 @@
-"""Convert records in any supported format to conversations, or to prompts with their completions."""
+"""Convert records in any supported format into conversations, or into prompts with their completions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the format that chat templates read. `weights` has the turn weights that are not 1."""
+    """A conversation in the format that chat templates read. `weights` contains the turn weights other than 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -68,7 +68,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Wrap the records in a field, so that `list_unread` includes their unread fields."""
+        """Wrap the records contained in a field, so that `list_unread` includes their unread fields."""
         wrapped = [Fields(record) if isinstance(record, Mapping) else record for record in records]
         self._inner += [(name, fields) for fields in wrapped if isinstance(fields, Fields)]
         return wrapped
@@ -100,7 +100,7 @@ def flag_nonempty_answers(example: Turns | Text, train_on: frozenset[str]) -> li
 def read_record(
     record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None = None
 ) -> Turns | Text:
-    """Convert a record to a conversation, or to a prompt with its completion, and list its unused fields.
+    """Convert a record into a conversation, or into a prompt with its completion, and list its unused fields.
 
     Raises UserError, prefixed with `where`, for a bad record. `system_prompt` is used for text prompts that have none;
     it is added to conversations only when they are rendered.
@@ -191,7 +191,7 @@ def prepend_system(system: str | None, prompt: str) -> str:
 def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, where: str
 ) -> Turns:
-    """Join a prompt and a completion (strings, or lists of turns) to a conversation; only the completion has a loss."""
+    """Join a prompt and a completion (strings or turns) into a conversation; only the completion has a loss."""
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value

@@ -118,7 +118,7 @@ def _normalize_split(split: str) -> str:
 
 
 def _find_split(path: Path) -> str | None:
-    """Find the split in the name of a file or folder, such as train-00000-of-00002.parquet, validation/part.jsonl."""
+    """Find the split in the name of a file or folder, as in train-00000-of-00002.parquet or validation/part.jsonl."""
     parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
     for part in reversed(parts):
         words = part.replace("_", "-").replace(" ", "-").split("-")

@@ -112,7 +112,7 @@ def build_no_records_error(source: SourceSection, label: str) -> UserError:
 
 
 def resolve_local_path(source: SourceSection, label: str) -> Path | None:
-    """Return a source's local path, after a download if necessary; None for a Hub ID. Raises UserError if missing."""
+    """Return a source's local path, downloading it if necessary; None for a Hub ID. Raises UserError if missing."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)
     if not source.path.strip():

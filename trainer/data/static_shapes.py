@@ -27,7 +27,7 @@ class StaticShape:
     documents: int = 0
     """Number of documents, D, if the batch has `cu_seqlens`."""
     longest: int = 0
-    """Upper bound of the document lengths, if the batch has `cu_seqlens`."""
+    """Upper bound on the document lengths, if the batch has `cu_seqlens`."""
 
     def holds(self, other: "StaticShape") -> bool:
         """Return whether a batch of the other shape may be padded to this one."""
@@ -46,7 +46,7 @@ class StaticShape:
 
 
 def round_up(count: int) -> int:
-    """Round up to a multiple of 2^floor(log2 count) / PARTS, which adds at most the fraction 1 / PARTS."""
+    """Round `count` up to a multiple of 2^floor(log2 count) / PARTS, which adds at most 1 / PARTS of it."""
     unit = max(1, (1 << count.bit_length() - 1) // PARTS)
     return -(-count // unit) * unit
 

@@ -44,8 +44,8 @@ def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int
     """Return the configuration with `training.global_batch_size` split into micro-batches and accumulation steps.
 
     `auto` selects the largest power of two, up to LARGEST_GLOBAL_BATCH, that leaves at least ENOUGH_STEPS steps. It
-    depends on the number of ranks only if that number is larger, or not a power of two. A micro-batch that does not
-    divide a rank's part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
+    depends on the number of ranks only if that number is not a power of two, or exceeds the result. A `batch_size` that
+    does not divide a rank's part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
     """
     training, wanted = config.training, config.training.global_batch_size
     if wanted is None:

@@ -1,4 +1,4 @@
-"""Streams: read, tokenize and pack documents on demand, from any position in the order.
+"""Streams: read, tokenize and pack documents on demand, from any position in their order.
 
 The order does not depend on the number of ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's
 order. The start of a global batch is only known once all earlier blocks are tokenized, since records without trained

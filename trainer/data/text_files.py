@@ -37,7 +37,7 @@ def read_raw_records(
 ) -> Iterator[dict[str, str]]:
     """Yield the records in files of one kind (json, csv, text), in order; UserErrors are prefixed with `where`.
 
-    `state` is only an argument so that the datasets library caches the records of changed files under another name.
+    `state` is unused; passing it makes the datasets library cache the records of changed files under another name.
     """
     texts = partial(_read_text_records, mode=text_mode)
     readers: dict[str, Callable[..., Iterator[str]]] = {

@@ -64,8 +64,8 @@ def encode_texts(
 ) -> list[EncodedDocument]:
     """Encode each prompt and completion as one string, with beginning- and end-of-text tokens.
 
-    The loss covers the completion, the end-of-text token, so that the model learns to stop, and, if `train_on` contains
-    `user` or `all`, the prompt.
+    The loss covers the completion and, so that the model learns to stop, the end-of-text token. It also covers the
+    prompt if `train_on` contains `user` or `all`.
     """
     joined = [text.prompt + text.completion for text in texts]
     starts = [0 if train_on & {"user", "all"} else len(text.prompt) for text in texts]

@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 EXAMPLES = 3
 """Number of training examples in the HTML report."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
-"""Maps values of `training.loss` to the setting that contains the loss's parameter."""
+"""Maps values of `training.loss` to the settings that contain their parameters."""
 
 
 class LanguageTask(Task):

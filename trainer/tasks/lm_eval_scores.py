@@ -50,7 +50,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_defaults=len(files) < len(names))  # the index of all tasks takes seconds
+    manager = TaskManager(include_defaults=len(files) < len(names))  # indexing all tasks takes seconds
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
         if name not in files and not manager.match_tasks([name]):
@@ -94,7 +94,7 @@ class _Model:
 
 
 class TaskScores:
-    """Computes a model's scores like `lm_eval run --model hf`."""
+    """Computes a model's scores as `lm_eval run --model hf` does."""
 
     def __init__(self, settings: EvaluationSection, tokenizer: Any, batch_size: int, ranks: Ranks) -> None:
         """Load the tasks. Raises UserError if a task cannot be loaded."""

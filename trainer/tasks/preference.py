@@ -180,7 +180,7 @@ class PreferenceLoss(TokenLoss):
 
 
 class KtoLoss(PreferenceLoss):
-    """KTO (Ethayarajh et al. 2024), summed over labeled answers. A row's second document has a mismatched answer.
+    """KTO (Ethayarajh et al. 2024), summed over labeled answers. Each row's second document has a mismatched answer.
 
     The baseline is the mean of log p - log p_ref over all ranks' mismatched answers in this micro-step, detached and
     clamped to at least 0.
@@ -224,7 +224,7 @@ class KtoLoss(PreferenceLoss):
         self._sums.add(sums, training=training)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages over the answers of each label since the last call, and the mean baseline, in nats."""
+        """Return the averages over the answers with each label since the last call, and the mean baseline, in nats."""
         metrics = self._tokens.take_averages(TOKEN_METRICS, training=training)
         if not (sums := self._sums.take(training=training)):
             return metrics
@@ -359,7 +359,7 @@ class PreferenceTask(LanguageTask):
                 samples.reference = self._compute_reference(engine, loss, samples)
 
     def _share_prompts(self, engine: Engine, loss: PreferenceLoss) -> bool:
-        """Share prompts within pairs if settings, data and model allow it, and return whether they do; collective."""
+        """Share prompts within pairs if possible, and return whether they are shared; a collective call."""
         config, samples = self._config, self._prepared.data.train
         requested = config.preference.share_prompt
         saved = measure_savings(samples) if isinstance(samples, Samples) and requested else 0.0

@@ -53,7 +53,7 @@ class RewardLoss(TokenLoss):
         return scores.view(-1, 2)
 
     def compute_pair_losses(self, scores: Tensor, margins: Tensor | None) -> Tensor:
-        """Return -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2 for each pair [P]."""
+        """Return -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2 for each pair [P]."""
         chosen, rejected = scores.unbind(1)
         margin = 0.0 if margins is None else to_device(margins, scores.device)
         return -logsigmoid(chosen - rejected - margin) + self._center * (chosen + rejected).square()

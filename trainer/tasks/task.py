@@ -33,7 +33,7 @@ class BatchSource(Protocol):
         """Number of samples across all ranks; None for a stream, which is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
-        """Return this rank's micro-batches for the step that starts at `offset`, and the global sample count."""
+        """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks."""
 
 
 class StepLoss(Protocol):

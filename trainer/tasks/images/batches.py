@@ -47,7 +47,6 @@ class ImageBatch:
 
     @property
     def target_weight(self) -> float:
-        """Divisor of the summed loss."""
         return self.target_count
 
 
@@ -92,7 +91,7 @@ class ImageBatches(GlobalBatches):
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
-        """Return this rank's micro-batches for the step that starts at `offset`, and the global image count."""
+        """Return this rank's micro-batches for the step starting at `offset`, and its image count across all ranks."""
         selected = self.order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
@@ -154,7 +153,7 @@ class ImageBatches(GlobalBatches):
 def iterate_evaluation_images(
     samples: ImageSamples, *, batch_size: int, rank: int, world_size: int
 ) -> Iterator[ImageBatch]:
-    """Yield this rank's held-out images, with fixed timesteps and noise; all ranks get the same number of batches."""
+    """Yield this rank's batches of held-out images, with fixed timesteps and noise; all ranks get equally many."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)

@@ -36,7 +36,7 @@ class PublishedShape:
     settings: dict[str, Any]
     scheduler: dict[str, Any]
     channels: int
-    """Channels of the latents."""
+    """Number of latent channels."""
     text: dict[str, Sequence[int]]
     """Shapes of a caption's conditioning tensors, by name."""
 
@@ -81,7 +81,7 @@ class Pipeline:
     scheduler_settings: dict[str, Any]
     folder: Path | None
     channels: int
-    """Channels of the latents."""
+    """Number of latent channels."""
     downsampling: int
     """Pixels per latent, in each direction."""
     text: dict[str, Sequence[int]]
@@ -155,7 +155,7 @@ class Pipeline:
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
     def convert_read_errors(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that converts exceptions raised while reading `what` to UserErrors."""
+        """Return a context that converts exceptions raised while reading `what` into UserErrors."""
         return _convert_read_errors(f"base_model={self.base_model}", what)
 
     @cached_property
@@ -262,7 +262,8 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
 def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
     """Return the pipeline that completes a single weights file, and whether the file has more than the denoiser.
 
-    The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. None for other models.
+    The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. Returns None for
+    other models.
     """
     if not _is_single_file(file := Path(base_model).expanduser()):
         return None
