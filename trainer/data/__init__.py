@@ -1,1 +1,1 @@
-"""Convert files and Hub datasets to masked, packed and deterministic micro-batches."""
+"""Convert files and Hub datasets into masked, packed and deterministic micro-batches."""

@@ -1,10 +1,10 @@
-"""Micro-batches of an optimizer step: the same global batch in the same order on any number of ranks.
+"""Micro-batches for optimizer steps: the same global batches in the same order on any number of ranks.
 
-Shapes: B sequences in a micro-batch, L the longest of them, D documents.
+Shapes: B sequences per micro-batch, L tokens in the longest sequence, D documents.
 
-`dataset.batching: tokens` puts sequences of similar length in a step: an epoch's order is cut into windows of 32 global
-batches, each window is sorted by length, and its batches are shuffled. Within a step, all micro-batches have about the
-same number of padded tokens: few long rows or many short ones.
+With `dataset.batching: tokens`, the sequences in a step have similar lengths: an epoch's order is cut into windows of
+32 global batches, each window is sorted by length, and its batches are shuffled. Within a step, all micro-batches have
+about the same number of padded tokens: a few long rows or many short ones.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # torch's cross-entropy ignores these targets
 _PAIR_FIELDS = ("reference", "margins")
-# Long enough for the convolutions of recurrent models, short enough to cost nothing.
+# Long enough for the convolutions in recurrent models, and short enough to be cheap.
 _DUMMY_LENGTH = 8
 
 
@@ -65,33 +65,32 @@ class SequencePart:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the inputs of a rank's forward pass: host tensors, int64 [B, L] unless stated otherwise.
+    """Inputs for one forward pass on a rank: host tensors, int64 [B, L] unless stated otherwise.
 
-    Without packing, `attention_mask` marks the padding, which is on the right. Packs have `position_ids` instead. Flat
-    packs, which hold all documents in one row [1, T] without padding, also have the document bounds.
+    Without packing, `attention_mask` is 0 at padding, which is on the right. Packs have `position_ids` instead. Flat
+    packs, which have all documents in one row [1, T] without padding, also have document bounds.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     """`targets[t] = input_ids[t + 1]` if token t + 1 is trained and in the same document, else IGNORED."""
     tokens: int
-    """Tokens, excluding padding and rows added to fill the step."""
+    """Number of tokens, excluding padding and rows added to fill the step."""
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
-    """Positions from 0 in every document; padding counts as a separate document."""
+    """Positions, which start at 0 in every document; padding counts as a separate document."""
     unpadded: torch.Tensor | None = None
-    """0 at the padding of packs in several rows, otherwise 1. Not passed to models: as a mask it would merge
-    documents."""
+    """For packs in several rows: 0 at padding, otherwise 1. Not passed to models, where it would merge documents."""
     cu_seqlens: torch.Tensor | None = None
-    """Document bounds: cumulative lengths from 0, int32 [D + 1]."""
+    """Document bounds: 0 and the cumulative lengths, int32 [D + 1]."""
     max_seqlen: int = 0
     """Length of the longest document; 0 without `cu_seqlens`."""
     weights: torch.Tensor | None = None
-    """Weights of the targets, row by row, fp32 [K]; None if all are 1."""
+    """Loss weights of the K targets, row by row, fp32 [K]; None if all are 1."""
     shared_keys: dict[str, Any] = field(default_factory=dict)
     """Result of `build_shared_keys` for documents that share a prompt."""
     sequence: SequencePart | None = None
-    """This rank's part of a flat batch shared by several ranks; `cu_seqlens` then bounds the whole batch."""
+    """This rank's part of a flat batch shared by several ranks; `cu_seqlens` then covers the whole batch."""
     targets_before: int = 0
     """Number of targets in the whole batch before this part."""
     images: dict[str, Any] = field(default_factory=dict)
@@ -108,14 +107,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PairBatch(MicroBatch):
-    """A micro-batch of pairs: counted row by row, documents 2i and 2i + 1 are the chosen and the rejected answer."""
+    """A micro-batch of pairs: documents 2i and 2i + 1, counted row by row, are a chosen and a rejected answer."""
 
     document_targets: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    """Number of targets of each document, int64 [D]; empty without pairs."""
+    """Number of targets in each document, int64 [D]; empty without pairs."""
     reference: torch.Tensor | None = None
-    """`Sample.reference` of the documents, fp32 [D]; None if not cached."""
+    """`Sample.reference` for each document, fp32 [D]; None if not cached."""
     margins: torch.Tensor | None = None
-    """`Sample.margins` of the pairs, fp32 [D / 2]; None without pairs."""
+    """`Sample.margins` for each pair, fp32 [D / 2]; None without pairs."""
 
     @property
     def target_count(self) -> int:
@@ -129,10 +128,10 @@ class PairBatch(MicroBatch):
 
 
 class GlobalBatches:
-    """Splits global batches of G = batch_size * accumulation * world_size samples over ranks and micro-steps.
+    """Splits global batches of batch_size * accumulation * world_size samples across ranks and micro-steps.
 
-    Sample j of a global batch belongs to micro-step j // (batch_size * world_size) of rank (j // batch_size) %
-    world_size, so a step of (1 rank, 4 micro-steps) and one of (2 ranks, 2 micro-steps) train on the same samples.
+    Sample j of a global batch belongs to micro-step j // (batch_size * world_size) on rank (j // batch_size) %
+    world_size, so a step with (1 rank, 4 micro-steps) trains on the same samples as one with (2 ranks, 2 micro-steps).
     """
 
     def __init__(self, *, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
@@ -181,9 +180,9 @@ class Batches(GlobalBatches):
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches of the step at sample `offset`, and the step's sample count over all ranks.
+        """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks.
 
-        The last step of an epoch takes the remaining samples. A micro-step without a sample for this rank gets a row
+        The last step in an epoch has only the remaining samples. A micro-step with no sample for this rank has one row
         without targets, so that every rank runs the same number of micro-steps.
         """
         selected = self.order(epoch)[offset : offset + self.global_batch_size]
@@ -209,9 +208,9 @@ class Batches(GlobalBatches):
 class StreamBatches(GlobalBatches):
     """Provides this rank's part of global batches from a stream, which every rank reads completely.
 
-    A stream that ends restarts as the next epoch. Consecutive steps continue the stream. A repeated step, or the first
-    after `load_state_dict`, starts from the saved state; for any other offset, the stream is read from the start.
-    With `gather`, the ranks split the tokenization. `layout` is passed to `collate_samples`.
+    When the stream ends, it restarts as the next epoch. Consecutive steps continue the stream. A repeated step, or the
+    first one after `load_state_dict`, starts from the saved state; for any other offset, the stream is read again from
+    the beginning. With `gather`, tokenization is split across ranks. `layout` is passed to `collate_samples`.
     """
 
     def __init__(
@@ -230,20 +229,21 @@ class StreamBatches(GlobalBatches):
         self._layout = {"packed": stream.packed, **layout}
         self._position = -1
         self._epoch = 0
-        self._in_epoch = 0  # samples of this epoch read so far
+        self._in_epoch = 0  # number of samples read so far in this epoch
         self._samples: MixedStream | PackedStream | None = None
         self._remaining: Iterator[Sample] = iter(())
-        self._state: dict[str, Any] = {}  # before the last step
-        self._skipped: dict[str, int] = {}  # records per source, in earlier epochs
+        self._state: dict[str, Any] = {}  # state before the last step
+        self._skipped: dict[str, int] = {}  # skipped records per source in earlier epochs
 
     @property
     def samples_per_epoch(self) -> None:
         """None, since a stream is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches of the step at sample `offset`, and the step's sample count; ignore `epoch`.
+        """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks.
 
-        Raises UserError if the data cannot be read or has no samples; the state before the step is kept.
+        `epoch` is ignored. Raises UserError, and keeps the state from before the step, if the data cannot be read or
+        has no samples.
         """
         try:
             if offset != self._position:
@@ -256,7 +256,7 @@ class StreamBatches(GlobalBatches):
         return [collate_samples(samples[part], **self._layout) for part in self.parts()], len(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._samples is None:  # nothing was read since the run resumed
+        if self._samples is None:  # nothing has been read since the run resumed
             return self._state
         return {
             "offset": self._position,
@@ -315,7 +315,7 @@ class StreamBatches(GlobalBatches):
 def iterate_evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches of one pass, in order. Some may be empty, so that all ranks get the same number."""
+    """Yield this rank's batches for one pass, in order. All ranks get the same number, so some may have no targets."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -333,11 +333,11 @@ def collate_samples(
     sequence: SequencePart | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """Collate samples to tensors, in padded rows or one `flat` row. Without samples, return a row without targets.
+    """Collate samples into padded rows or one `flat` row; if there are no samples, into a row without targets.
 
-    With `pairs`, the samples are preference data; without packing, each document gets a row. With `shared`, only the
-    chosen answer of a pair has the prompt, and the batch is flat. With `sequence`, a flat batch is padded with an
-    additional document and cut to this rank's part.
+    With `pairs`, the samples are preference data; unless they are packed, each document gets its own row. With
+    `shared`, the batch is flat, and a pair's prompt occurs only before the chosen answer. With `sequence`, a flat batch
+    is padded with an additional document and cut to this rank's part.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]
@@ -462,21 +462,21 @@ def group_similar_lengths(order: Index, lengths: Index, global_batch: int, gener
         window = order[start : start + WINDOW * global_batch]
         end = len(window) - len(window) % global_batch
         window = window[np.argsort(-lengths[window], kind="stable")]
-        # The incomplete last batch gets the shortest samples.
+        # An incomplete last batch gets the shortest samples.
         windows += [*generator.permutation(window[:end].reshape(-1, global_batch)), window[end:]]
     return np.concatenate(windows) if windows else order
 
 
 def balance_tokens(lengths: Index, count: int) -> list[Index]:
-    """Split a step's samples into `count` micro-batches of similar padded size. Return the samples' positions.
+    """Split a step's samples into `count` micro-batches of similar padded size, and return the samples' positions.
 
-    None of them has more padded tokens than the largest micro-batch of an even split by rows. Some may be empty.
+    No micro-batch has more padded tokens than the largest one in an even split by rows. Some may be empty.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
     longest = int(descending[0])
     limits = range(longest * -(-len(order) // count))
-    # The smallest limit at which `count` micro-batches hold all samples.
+    # The smallest limit for which `count` micro-batches suffice.
     limit = bisect_left(limits, -count, lo=longest, key=lambda limit: -len(_fill_micro_batches(descending, limit)))
     ends = _fill_micro_batches(descending, limit)
     ends += [len(order)] * (count - len(ends))
@@ -484,7 +484,7 @@ def balance_tokens(lengths: Index, count: int) -> list[Index]:
 
 
 def _fill_micro_batches(descending: Index, limit: int) -> list[int]:
-    """Fill micro-batches in order, with at most `limit` padded tokens each. Return the end of each."""
+    """Fill micro-batches in order with at most `limit` padded tokens each, and return their end indices."""
     ends, start = [], 0
     while start < len(descending):
         start = min(len(descending), start + max(1, limit // int(descending[start])))

@@ -22,7 +22,7 @@ MANIFEST = "files.json"
 CHECKED_BYTES = 1 << 30
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 WRITE_ERRORS = DISK_FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
-# Exceptions seen when reading a truncated or changed file (Arrow's own are ValueErrors).
+# Exceptions seen when reading a truncated or changed file (Arrow's own exceptions are ValueErrors).
 READ_ERRORS = (OSError, ValueError, LookupError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error)
 
 
@@ -31,9 +31,9 @@ def load_or_build(
 ) -> tuple[Loaded, str | None]:
     """Return `load(folder)`, calling `build` first if necessary, and a note if the folder was damaged.
 
-    One process builds, holding a lock that is released if it dies, and renames the complete folder into place. A folder
-    that differs from its manifest, or cannot be loaded, is rebuilt. Raises UserError if this user cannot write or read
-    the folder.
+    One process builds the folder under a lock, which is released if the process dies, and then renames it into place. A
+    folder that differs from its manifest, or cannot be loaded, is rebuilt. Raises UserError if this user cannot write
+    or read the folder.
     """
     try:
         loaded, _ = _try_load(folder, load)
@@ -50,7 +50,7 @@ def load_or_build(
 
 
 def _try_load(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Loaded | None, Exception | None]:
-    """Return `load(folder)`, or None and the error if the folder is damaged."""
+    """Return (`load(folder)`, None), or (None, error) if the folder is damaged, or (None, None) if it is missing."""
     if not folder.exists():
         return None, None
     try:
@@ -69,12 +69,12 @@ def _build_locked(
     folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded]
 ) -> tuple[Loaded, str | None]:
     loaded, damage = _try_load(folder, load)
-    if loaded is not None:  # built by another process in the meantime
+    if loaded is not None:  # another process has built it
         return loaded, None
     if damage is not None:
         shutil.rmtree(folder)
     building = folder.with_suffix(".building")
-    shutil.rmtree(building, ignore_errors=True)  # left by a process that died: this one holds the lock
+    shutil.rmtree(building, ignore_errors=True)  # left by a process that died, since this one holds the lock
     building.mkdir()
     try:
         build(building)

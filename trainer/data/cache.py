@@ -1,4 +1,4 @@
-"""The cache of prepared data: tokenized, masked, split and packed; keyed by content, tokenizer and settings."""
+"""Cache of prepared (tokenized, masked, split and packed) data, keyed by content, tokenizer and settings."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from trainer.data.vision import ImageReader
 _STATS = TypeAdapter(DataStats)
 # Part of every cache key: increment it when a code change produces different documents from the same input.
 CACHE_FORMAT = 9
-# Minimum fraction of a mixed stream's documents that come from one source.
+# Minimum fraction of a mixed stream's documents that each source must provide.
 MIN_SOURCE_FRACTION = 1e-6
 
 
@@ -41,7 +41,7 @@ class PreparedData:
     stats: DataStats
     fingerprint: str
     origin: dict[str, str] = field(default_factory=dict)
-    """Digests that a resumed run compares. `content`: the sources' bytes (except streams); `tokenizer`: the tokenizer
+    """Digests that are compared on resuming. `content`: the sources' bytes (except streams); `tokenizer`: the tokenizer
     with its template; `vocabulary`: the tokenizer alone."""
 
 
@@ -57,9 +57,9 @@ def prepare_data(
 ) -> PreparedData:
     """Tokenize, mask, split and pack a dataset, or load the result from `cache_dir`.
 
-    Several processes may call this at once: the first builds, the others wait and read. An interrupted build is never
-    mistaken for a complete one. Raises UserError for mistakes in the data, including those that `check` finds, and for
-    a `max_length` above `max_length_of_model`, the size of the model's position table.
+    Several processes may call this at once: the first one builds the cache, and the others wait and then read it. An
+    interrupted build is never mistaken for a complete one. Raises UserError for mistakes in the data, including those
+    found by `check`, and for a `max_length` above `max_length_of_model`, the size of the model's position table.
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
@@ -106,7 +106,7 @@ def prepare_data(
 
 
 def _choose_prompt_format(reports: Sequence[SourceReport]) -> str | None:
-    """Return the format string of text prompts; None if any source has conversations, which use the chat template."""
+    """Return the format string for text prompts; None if any source has conversations, which use the chat template."""
     return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
 
@@ -164,7 +164,7 @@ def _build_cache(
 
 
 def _load_cache(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
-    """Return training samples, held-out samples and statistics of a cache folder, with memory-mapped documents."""
+    """Return a cache folder's training samples, held-out samples and statistics; the documents are memory-mapped."""
     stats = _STATS.validate_json((folder / "stats.json").read_bytes())
     files = sorted(folder.glob("source-*.arrow"))
     documents = pyarrow.concat_tables(
@@ -180,7 +180,7 @@ def _load_cache(folder: Path, packed: bool) -> tuple[Samples | None, Samples | N
 
 
 def _check_images(documents: pyarrow.Table) -> None:
-    """Raise ValueError if an image file has changed, so that the data is rebuilt."""
+    """Raise ValueError, which triggers a rebuild, if an image file has changed."""
     for chunk in documents.column("images").chunks:
         stored = chunk.flatten()
         for reference in stored.filter(pc.starts_with(stored, FILE)).unique().to_pylist():
@@ -189,10 +189,10 @@ def _check_images(documents: pyarrow.Table) -> None:
 
 
 def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """Return the reference texts at `path`, with all tokens trained, read and cached like `dataset.path`.
+    """Return the reference texts at `path`, in which every token is a target; they are cached like `dataset.path`.
 
-    `setting` names the path in errors. Raises UserError if there are no texts, or if a text is longer than
-    `dataset.max_length`.
+    `setting` is the name of the path in error messages. Raises UserError if there are no texts, or if a text is longer
+    than `dataset.max_length`.
     """
     reference = DatasetSection(
         path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir

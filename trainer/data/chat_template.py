@@ -32,12 +32,12 @@ class RenderError(Exception):
 
 @contextmanager
 def _limit_time() -> Iterator[None]:
-    """Raise RenderError if the block uses more than MAX_RENDER_SECONDS of CPU time, as nested loops may."""
+    """Raise RenderError if the block uses more than MAX_RENDER_SECONDS of CPU time, for example in nested loops."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise RenderError(f"rendering takes more than {MAX_RENDER_SECONDS} seconds")
 
-    if current_thread() is not main_thread():  # only the main thread gets signals
+    if current_thread() is not main_thread():  # only the main thread receives signals
         yield
         return
     before = signal.signal(signal.SIGVTALRM, stop)
@@ -52,7 +52,7 @@ def _limit_time() -> Iterator[None]:
 class ChatTemplate:
     """Renders conversations with one template, and finds the tokens that begin and end answers.
 
-    Raises UserError if the template does not compile, or cannot render a question with its answer.
+    Raises UserError if the template does not compile, or cannot render a question and an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class ChatTemplate:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         self.special = frozenset(name for name, special in added.items() if special or name == self.eos_token)
         self._added = frozenset(added) - {""}
-        # Tokens are looked up by length: some tokenizers have thousands of added tokens.
+        # Tokens are looked up by length, because some tokenizers have thousands of added tokens.
         self._added_lengths = sorted({len(token) for token in self._added}, reverse=True)
         try:
             self._marked_source = mark_template(source)
@@ -85,7 +85,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
     ) -> ChatSpans:
-        """Render numbered messages. Return the text with the spans of turns and, if `texts`, of their contents."""
+        """Render numbered messages; return the text and the spans of turns and, if `texts` is set, their contents."""
         if not messages:
             return read_marks("")
         chat = [mark_message(message) if texts else message for message in messages]
@@ -97,7 +97,7 @@ class ChatTemplate:
         adapted = [self._adapt_message(message) for message in chat]
         variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **more}
         try:
-            # Not apply_chat_template, which removes None content: some templates need it in tool calls.
+            # Not apply_chat_template, which removes None content that some templates need in tool calls.
             with _limit_time():
                 return str(render_jinja_template([adapted], chat_template=source, **variables)[0][0])
         except Exception as error:  # a template is user code and may raise anything
@@ -123,7 +123,7 @@ class ChatTemplate:
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
     def _probe(self, *messages: Message, tools: list[Message] | None = None, **more: Any) -> ChatSpans:
-        """Render messages, with a tool if the template needs one."""
+        """Render messages, adding a tool definition if the template rejects them without one."""
         numbered = [{**message, TURN_KEY: index} for index, message in enumerate(messages)]
         try:
             return self.render_marked(numbered, tools, **more)
@@ -162,15 +162,16 @@ class ChatTemplate:
     ) -> str | None:
         """Return the generation prompt after numbered messages; None if the template rejects them.
 
-        Prompts are cached by last role, presence of tools, and `lead`, the text before the following answer if known.
+        Prompts are cached by the last role, the presence of tools, and `lead`: the text before the next answer, if
+        known.
         """
         key = (messages[-1]["role"] if messages else "", bool(tools), lead)
         if key not in self._prompts:
-            if len(self._prompts) > 1000:  # every conversation has a different lead
+            if len(self._prompts) > 1000:  # every conversation may have a different lead
                 self._prompts.clear()
             try:
                 self._prompts[key] = self._probe_generation_prompt(messages, tools)
-            except RenderError:  # for example without a question
+            except RenderError:  # for example because there is no question
                 self._prompts[key] = None
         return self._prompts[key]
 
@@ -190,9 +191,10 @@ class ChatTemplate:
         return length
 
     def measure_common_header(self, prompt: str, block: str) -> int:
-        """Return the length of the common prefix of a generation prompt and a turn, up to a line end or an added token.
+        """Return the length of a turn's header: the prefix that it shares with a generation prompt.
 
-        Characters after it may be equal by chance, like `<t` in `<think>` and `<tool_call>`.
+        The header ends with a line or an added token. Characters after that may match by chance, such as `<t` in
+        `<think>` and `<tool_call>`.
         """
         begin = len(block) - len(block.lstrip())
         equal = _measure_common_prefix(prompt, block[begin:])
@@ -200,7 +202,7 @@ class ChatTemplate:
             return len(block)
         ends = (at for at in range(equal, 0, -1) if prompt[at - 1] == "\n" or self._match_token_before(prompt, 0, at))
         end = next(ends, 0)
-        # The turn may omit a token of the prompt and have the next: `</think>` for `<think></think>`.
+        # The turn may omit one token of the prompt and have the next one: `</think>` for `<think></think>`.
         prompt_rest, block_rest = prompt[end:], block[begin + end :]
         tails = (prompt_rest[at:] for at in range(len(prompt_rest)) if self._match_token_at(prompt_rest, at))
         tail = next((tail for tail in tails if block_rest.startswith(tail)), "")
@@ -208,7 +210,7 @@ class ChatTemplate:
 
     @property
     def default_prompt(self) -> str:
-        """The generation prompt after a question, or the text before every answer if the template has none."""
+        """The generation prompt after a question or, if the template has none, the text before every answer."""
         return self.question_prompt or self._fixed_header
 
     @cached_property
@@ -230,7 +232,7 @@ class ChatTemplate:
 
     @cached_property
     def _fixed_header(self) -> str:
-        """The text before every answer in a template without a generation prompt; empty if it is only whitespace."""
+        """The text before every answer, for templates without a generation prompt; empty if it is only whitespace."""
         marked = self._probe(_QUESTION, _ANSWER)
         if 1 not in marked.turns or 1 not in marked.texts:
             return ""
@@ -239,9 +241,9 @@ class ChatTemplate:
 
     @cached_property
     def closings(self) -> dict[bool, str]:
-        """The tokens that end answers without (False) and with (True) tool calls in a conversation.
+        """The tokens that end answers in a conversation, by whether the answer has tool calls.
 
-        Each is the last token of the answer's turn, or the first token of the next turn.
+        Each one is the last token of the answer's turn or the first token of the next turn; empty if there is neither.
         """
         return {
             False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),
@@ -257,9 +259,9 @@ class ChatTemplate:
         return marked.text[len(marked.text[: stop - len(token)].rstrip()) : stop] if token else ""
 
     def find_end_of_answer(self, text: str, start: int, end: int) -> tuple[str, int]:
-        """Return the token that ends an answer (its last token or the next one), and the position of the token's end.
+        """Return the token that ends an answer (its last token or the next one), and the token's end position.
 
-        A turn may close with an added token, such as `</tool_call>`, that does not end the generation.
+        A turn may close with an added token, such as `</tool_call>`, that does not end generation.
         """
         last = self.find_token_at_end(text, start, end)
         if last in self.special:
@@ -274,7 +276,7 @@ class ChatTemplate:
         return self._match_token_before(text, start, start + len(text[start:end].rstrip()))
 
     def find_token_after(self, text: str, at: int) -> tuple[str, int]:
-        """Return the added token at `at`, after any whitespace, and its end. Return ("", at) if there is none."""
+        """Return the added token at `at`, after any whitespace, and its end position; ("", at) if there is none."""
         begin = len(text) - len(text[at:].lstrip())
         token = self._match_token_at(text, begin)
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)

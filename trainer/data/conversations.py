@@ -1,4 +1,4 @@
-"""Encode conversations with the tokenizer's chat template: token ids and their weights in the loss."""
+"""Encode conversations as token ids and loss weights, using a chat template."""
 
 import json
 import re
@@ -31,8 +31,8 @@ def load_chat_template(
 ) -> str | None:
     """Return the Jinja template to use: the configured text or file, else the tokenizer's, else None.
 
-    If a tokenizer has several, conversations with tools use `tool_use`, as in transformers, and all others `default`.
-    Raises UserError if `configured` is empty, or the path of a file that is missing or cannot be read.
+    If the tokenizer has several templates, conversations with tools use `tool_use`, as in transformers, and others use
+    `default`. Raises UserError if `configured` is empty, or if it names a file that is missing or cannot be read.
     """
     if configured is None:
         template = tokenizer.chat_template
@@ -55,7 +55,7 @@ def render_prompt(
     """Return the text of a conversation up to the assistant's answer, rendered as in training.
 
     `messages` have a role and text content. The text contains the template's special tokens; tokenize it without adding
-    more. Raises UserError if there is no chat template, or it rejects the conversation.
+    more. Raises UserError if there is no chat template, or if the template rejects the conversation.
     """
     source = load_chat_template(tokenizer, section.chat_template, for_tools=bool(tools))
     if source is None:
@@ -79,11 +79,11 @@ def prepend_system_message(messages: list[Message], system_prompt: str | None) -
 
 
 class ChatEncoder:
-    """Encodes conversations with the templates of a tokenizer.
+    """Encodes conversations with chat templates.
 
-    An assistant turn is trained from the end of the generation prompt, where the model starts at inference, to the
-    end-of-turn token, inclusive. For other roles in `train_on`, the text and the end-of-turn token are trained, but not
-    the tags around the text. With `mask_thoughts`, reasoning is not trained. Raises UserError if a template does not
+    The loss on an assistant turn starts at the end of the generation prompt, where the model starts at inference, and
+    includes the end-of-turn token. For other roles in `train_on`, it covers the text and the end-of-turn token, but not
+    the tags around the text. With `mask_thoughts`, it excludes reasoning. Raises UserError if a template does not
     compile.
     """
 
@@ -109,7 +109,7 @@ class ChatEncoder:
         self._templates = tuple(templates[source] for source in sources)
 
     def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[EncodedDocument]:
-        """Return the documents of conversations. Raises UserError for a bad record, identified by `where`."""
+        """Return a document for each conversation. Raises UserError, prefixed with `where`, for a bad record."""
         chats = [self._render(conversation, place) for conversation, place in zip(conversations, where, strict=True)]
         documents = encode_spans(self.tokenizer, [chat.text for chat in chats], [chat.spans for chat in chats], where)
         return [
@@ -122,7 +122,7 @@ class ChatEncoder:
         _check_tools(conversation, template, where)
         messages = [{**message, TURN_KEY: index} for index, message in enumerate(conversation.messages)]
         if messages:
-            # An inserted system turn gets the number after the last turn.
+            # An inserted system turn is numbered after the last turn.
             messages = [
                 {TURN_KEY: len(messages), **each} for each in prepend_system_message(messages, self.system_prompt)
             ]
@@ -141,7 +141,7 @@ class ChatEncoder:
 
 
 class _RenderedChat:
-    """Renders a conversation, locates its trained `spans`, and collects the parts of the record that are `lost`."""
+    """Renders a conversation, locates its trained `spans`, and collects the `lost` parts of the record."""
 
     def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
         self.spans: list[WeightedSpan] = []
@@ -155,7 +155,7 @@ class _RenderedChat:
             self._marks = template.render_marked(chat, tools, texts=False)
 
     def check_texts(self) -> None:
-        """Record dropped reasoning and system turns. Raises UserError if the template drops anything else."""
+        """Record the reasoning and system turns that the template drops. Raises UserError if it drops anything else."""
         for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
             _, inline, _, text = split_reasoning(message)
@@ -180,7 +180,7 @@ class _RenderedChat:
         return all(piece in self.text or json.dumps(piece, ensure_ascii=False)[1:-1] in self.text for piece in pieces)
 
     def find_spans(self, train_on: frozenset[str], weights: Mapping[int, float]) -> None:
-        """Find the characters to train. Raises UserError if they cannot be located in the rendered text."""
+        """Find the spans to train on. Raises UserError if they cannot be located in the rendered text."""
         if "all" in train_on:
             self.spans = [(0, len(self.text), 1.0)]
             return
@@ -213,19 +213,19 @@ class _RenderedChat:
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
-        """Record a missing end-of-turn token after the last answer. Without it, the model would not learn to stop."""
+        """Record a missing end-of-turn token after the last answer; without one, the model would not learn to stop."""
         if self.spans and not self._template.find_token_at_end(self.text, *self.spans[-1][:2]):
             self.lost[LOST_END] = None
 
     def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
-        """Replace image placeholders with the images' tokens, which are not trained."""
+        """Replace image placeholders with the images' tokens, which are excluded from the loss."""
         edits, is_animated = reader.build_edits(self.text, images, self._where)
         self.text, self.spans = replace_spans(self.text, self.spans, edits)
         if is_animated:
             self.lost[FIRST_FRAME] = None
 
     def _find_blocks(self, turn: int) -> list[Span]:
-        """Find a turn's spans, except those inside another role's turn: a tool result may repeat its call."""
+        """Return a turn's spans, except those inside another role's turn, since a tool result may repeat its call."""
         role, spans = self._roles[turn], self._marks.turns.get(turn, [])
         if len(spans) < 2:
             return spans
@@ -270,12 +270,12 @@ class _RenderedChat:
             return max(start, at + len(prompt))
         # A prompt may contain the start of an answer, such as <think>, that this turn lacks.
         common = self._template.measure_common_header(prompt, self.text[start:last])
-        # After tool results in the model's turn, some templates have no prompt, although they have one after questions.
+        # Some templates add a generation prompt after questions, but not after tool results in the model's turn.
         has_no_prompt = observed == "" and self._template.question_prompt
         return start + common if common or has_no_prompt or first is None else first
 
     def _close_answer(self, index: int, start: int, end: int) -> int:
-        """Return the end of an answer's end-of-turn token, which is appended to the text if it is missing."""
+        """Return the end of an answer's end-of-turn token; append the token to the text if it is missing."""
         token, stop = self._template.find_end_of_answer(self.text, start, end)
         closing = self._template.closings["tool_calls" in self._chat[index]]
         if token in self._template.special or not closing or self.text[stop:].strip() or closing.strip() == token:
@@ -284,7 +284,7 @@ class _RenderedChat:
         return len(self.text)
 
     def _find_end_token(self, start: int, end: int) -> Span:
-        """Find the end-of-turn token at the end of a block. Exclude closing tags like [/INST] and </result>."""
+        """Return the span of a block's end-of-turn token; empty for closing tags such as [/INST] and </result>."""
         stop = start + len(self.text[start:end].rstrip())
         token = self._template.find_token_at_end(self.text, start, end)
         closes = token.startswith(("</", "[/")) and token != self._template.eos_token
@@ -292,7 +292,7 @@ class _RenderedChat:
 
 
 def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> None:
-    """Raise UserError for variables that templates do not use, or that the trainer sets."""
+    """Raise UserError for variables that no template uses, or that the trainer sets."""
     reserved = {"messages", *signature(render_jinja_template).parameters} - {"documents", "kwargs"}
     for name in variables:
         if name in reserved:

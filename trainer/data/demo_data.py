@@ -1,6 +1,6 @@
-"""Demo data: conversations about the functions of Python's standard library.
+"""Demo data: conversations about the functions in Python's standard library.
 
-Each function is one conversation: the user gives the signature, and the assistant answers with a JSON record (module,
+Each one is about one function: the user gives the signature, and the assistant answers with a JSON record (module,
 name, arguments, first line of the docstring). Pretrained models answer in prose, so the held-out loss drops sharply.
 """
 
@@ -25,7 +25,7 @@ from trainer.contract.whole_files import apply_umask
 DATA_VERSION = 1
 # One function name in 32 is held out: 224 of 6,653 records with Python 3.11.7.
 HELD_OUT = 32
-# Longer records are left out: batches are padded to their longest record, and padding costs time.
+# Longer records are omitted: batches are padded to their longest record, and padding costs time.
 MAX_CHARACTERS = 400
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -42,7 +42,7 @@ def build_demo_data(cache: Path) -> tuple[Path, Path]:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Build `folder` unless it exists: `build` fills a temporary folder, which is renamed; other processes wait."""
+    """Build `folder` if it is missing: `build` fills a temporary folder, which is then renamed, while others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.is_dir():
@@ -62,7 +62,7 @@ def _write_splits(folder: Path) -> None:
     for name, example in list_stdlib_examples(Path(sysconfig.get_path("stdlib"))):
         splits["eval" if _hash(name) % HELD_OUT == 0 else "train"].append(example)
     for split, examples in splits.items():
-        # In source order, a short evaluation would cover only one module. The order by hash is the same everywhere.
+        # In source order, a short evaluation would cover only one module. Order by hash is the same on all machines.
         examples.sort(key=lambda example: _hash(example["messages"][0]["content"]))
         lines = (json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -73,10 +73,10 @@ def _hash(text: str) -> int:
 
 
 def list_stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
-    """Yield the name and conversation of every documented function and method below `root`, each prompt only once.
+    """Yield the name and conversation for each documented function and method below `root`, without duplicate prompts.
 
-    The sources are parsed, never imported. The split uses the bare name, so that `close` of one class is not held out
-    while `close` of another, often identical, is trained on.
+    The sources are parsed, never imported. The split uses the bare name, so that one class's `close` is not held out
+    while another's, which is often identical, is trained on.
     """
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):

@@ -38,7 +38,7 @@ LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
 """Column types of tokenized documents; columns.yaml describes the columns."""
 ROWS_AT_ONCE = 512
 Example = Turns | Text | Pair | LabeledAnswer
-# One token to predict, and the one before it.
+# A token to predict, and the token before it.
 SHORTEST_PART = 2
 
 
@@ -48,7 +48,7 @@ class SourceReport:
     skipped: int
     notes: tuple[str, ...]
     prompt_text: str | None
-    """Format string of text prompts (see `find_prompt_format`); None for conversations."""
+    """Format string for text prompts (see `find_prompt_format`); None for conversations."""
 
 
 class DocumentEncoder:
@@ -98,7 +98,7 @@ class DocumentEncoder:
     ) -> tuple[RecordFormat, dict[str, Any]]:
         """Detect a source's format from its first rows; return the format and the first record.
 
-        Raises UserError if no row is readable or the format cannot be detected.
+        Raises UserError if the format cannot be detected, or if a row (with `skips`, every row) cannot be read.
         """
         records = []
         for row in rows:
@@ -111,7 +111,7 @@ class DocumentEncoder:
     def encode_rows(
         self, rows: Sequence[Mapping[str, Any]], first: int, fmt: RecordFormat, label: str
     ) -> dict[str, list[Any]]:
-        """Return the columns (columns.yaml) of consecutive rows of a source; `first` is the index of the first row."""
+        """Return the columns (columns.yaml) for consecutive rows of a source; `first` is the index of the first row."""
         where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
             return self._encode_columns(rows, fmt, where)
@@ -134,7 +134,7 @@ class DocumentEncoder:
     def _encode_columns(
         self, records: Sequence[Mapping[str, Any]], fmt: RecordFormat, where: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Return the columns of rows, as `encode_rows` does. Raises UserError for a bad record."""
+        """Return the same columns as `encode_rows`. Raises UserError for a bad record, even if `skips` is set."""
         columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(fmt.name, read_record)
         examples: list[Any] = []
@@ -158,7 +158,7 @@ class DocumentEncoder:
         trained = [weight > 0 for weight in weights]
         too_long = len(document.input_ids) > self.max_length
         image_ids = frozenset(self.images.token_ids if self.images and document.images else ())
-        # Answers of pairs and image tokens are never cut. Documents without targets are dropped, as in streams.
+        # Answers in pairs and image tokens are never cut. Instead, the document has no targets and is dropped.
         is_dropped = too_long and (self.too_long == "drop" or document.rejected > 0)
         is_dropped |= not image_ids.isdisjoint(document.input_ids[self.max_length :])
         content = b"".join([np.asarray(document.input_ids, np.int32).tobytes(), *document.images])
@@ -193,7 +193,7 @@ class DocumentEncoder:
             raise UserError(f"{where}: chosen and rejected have different images; keep only the prompt's images")
 
     def _apply_settings(self, example: Example) -> Any:
-        """Strip the reasoning of conversations, or train only their last answer, as configured."""
+        """Strip reasoning from conversations, and train only on their last answer, as configured."""
         if isinstance(example, Pair):
             chosen, rejected = map(self._apply_settings, (example.chosen, example.rejected))
             return replace(example, chosen=chosen, rejected=rejected)
@@ -239,9 +239,9 @@ class DocumentEncoder:
     def _split(
         self, examples: Sequence[Example], documents: Sequence[EncodedDocument]
     ) -> Iterator[tuple[Example, EncodedDocument, bool]]:
-        """Split texts into parts of max_length tokens; yield each document and whether it continues the previous one.
+        """Split texts into parts of max_length tokens; yield (example, document, whether it continues the last one).
 
-        Each part starts with the last token of the previous part, so that every token but the first is a target once.
+        Each part starts with the previous part's last token, so that every token but the first is a target once.
         """
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, Text) and not example.prompt
@@ -254,7 +254,7 @@ class DocumentEncoder:
                 yield example, EncodedDocument(ids[part], trained[part]), at > 0
 
     def encode(self, examples: Sequence[Example], where: Sequence[str]) -> list[EncodedDocument]:
-        """Return untruncated documents, in order; conversations and texts are each tokenized in one batch."""
+        """Return one document per example, in order; except for the prompts in pairs, nothing is truncated."""
         labeled = [example for example in examples if isinstance(example, LabeledAnswer)]
         if labeled:
             answers = self.encode([each.answer for each in labeled], where)
@@ -283,7 +283,7 @@ class DocumentEncoder:
 
 
 def _list_sides(example: Example) -> list[Turns | Text]:
-    """Return both answers of a pair, or the only answer, each with its prompt."""
+    """Return the example's conversations or texts: two for a pair, otherwise one."""
     if isinstance(example, Pair):
         return [example.chosen, example.rejected]
     return [example.answer if isinstance(example, LabeledAnswer) else example]
@@ -306,8 +306,8 @@ def encode_source(
     assert isinstance(records, Dataset)
     fmt, first = encoder.detect_format(source, list(records.take(ROWS_AT_ONCE)), label)
     environment, count = os.environ, min(workers, len(records))
-    # With a handler installed, CPython loses a signal that reaches a forked worker before its first instruction, and a
-    # pool that terminates its workers because one has failed would wait forever.
+    # With a handler installed, CPython loses a signal that reaches a forked worker before its first instruction. A pool
+    # that terminates its workers because one has failed would then wait forever.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if count > 1 else None
     try:
         documents = records.map(
@@ -324,7 +324,7 @@ def encode_source(
             desc=f"tokenizing {source.path}",
         )
     finally:
-        # With several workers, datasets replaces os.environ with a copy, while other code keeps the original.
+        # With several workers, datasets replaces os.environ with a copy, while other code still uses the original.
         os.environ = environment  # noqa: B003 (restores the object, not its contents)
         if count > 1:
             signal.signal(signal.SIGTERM, handler)

@@ -16,7 +16,7 @@ REQUIRED, OPTIONAL = (
     {format_: tuple(names.split()) for format_, names in _TABLES[kind].items()} for kind in ("required", "optional")
 )
 CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
-# Field names of a list of turns.
+# Names of fields that contain a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation")
 ONE_RECORD_PER_LINE = "write one record per line"
 SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + completion | text"
@@ -24,7 +24,7 @@ SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + c
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """Holds the name of a source's format, and the names of the format's fields in the records."""
+    """A source's format; `names` maps the format's fields to the records' fields."""
 
     name: str
     names: Mapping[str, str]
@@ -35,7 +35,7 @@ class RecordFormat:
     alpaca_as_chat: bool = False
     note: str = field(default="", compare=False)
     folder: Path | None = field(default=None, compare=False)
-    """Base folder of relative image paths."""
+    """Base folder for relative image paths."""
 
 
 def detect_format(
@@ -132,9 +132,9 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
 def _find_preference_names(
     present: Mapping[str, str], first: Mapping[str, Any], label: str, *, configured: bool
 ) -> dict[str, str] | None:
-    """Return the field names of pairs of answers; None if there are no pairs, or if a field is a complete conversation.
+    """Return a preference record's field names; None if it has no rejected answer, or if messages end with an answer.
 
-    `configured` means that the configuration names one of the fields.
+    Messages are not checked if `configured`, that is, if dataset.fields names the chosen or the rejected answer.
     """
     rejected = "rejected" if "rejected" in present else next((name for name in REJECTED if name in present), None)
     chosen = next((name for name in CHOSEN if name in present), None)
@@ -194,7 +194,7 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
     if source.template_without_input:
         names.setdefault("input", source.fields.get("input", "input"))
     for name, column in names.items():
-        # Records without an input need no such field.
+        # Records without an input need no field for it.
         if column not in columns and not (name == "input" and source.template_without_input):
             raise UserError(f"{label}.template: the records have no field {{{name}}}; use {join_names(columns)}")
     return names
@@ -206,7 +206,7 @@ def describe_type(value: Any) -> str:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Join field names for a message, at most twelve."""
+    """Join up to twelve field names for a message."""
     shown_names = [to_text(name, 60) if name == name.strip() else repr(name) for name in names]
     more = f" and {len(shown_names) - 12} more" if len(shown_names) > 12 else ""
     return (", ".join(shown_names[:12]) or "no fields") + more

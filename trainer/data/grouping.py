@@ -16,7 +16,7 @@ from trainer.config.errors import format_count, to_text
 # Fractions of documents above which the user is warned.
 WARNED_FRACTION = 0.01
 MANY_COPIES = 0.05
-# Limits of a source's weight: repeats of a document, and resulting documents (8 bytes each).
+# Limits on a source's weight: repeats per document, and total number of documents (8 bytes each).
 MAX_REPEATS = 1000
 MAX_DOCUMENTS = 200_000_000
 
@@ -27,11 +27,12 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class DataStats:
-    """Statistics of one pass over the data. Counts cover the documents that are trained on, unless noted.
+    """Statistics for one pass over the data. Unless noted, counts cover the documents that are trained on.
 
-    `records`: all that were read. `truncated`: cut to max_length. `dropped`: records without a trained token, before or
-    after truncation. `too_long`: records dropped for their length. `empty`: empty `answers`. `control`: conversations
-    with special tokens in a turn's text. `copies`: equal to an earlier or, in held-out data, a training document.
+    `records`: all records read. `truncated`: documents cut to max_length. `dropped`: records without a trained token,
+    before or after truncation. `too_long`: records dropped because of their length. `empty`: empty `answers`.
+    `control`: conversations with special tokens in a turn's text. `copies`: documents equal to an earlier one or, in
+    held-out data, to a training document.
     """
 
     records: int = 0
@@ -116,7 +117,7 @@ class DataStats:
 
 
 def read_columns(documents: Table) -> Columns:
-    """Return the numeric columns (columns.yaml) of a source's documents, and which documents were `skipped`."""
+    """Return the numeric columns (columns.yaml) of a source's documents, and a column `skipped` for bad records."""
     numbers = [column.name for column in documents.schema if is_primitive(column.type)]
     skipped = pc.is_valid(documents.column("problem"))
     return {name: documents.column(name).to_numpy() for name in numbers} | {"skipped": skipped.to_numpy()}
@@ -124,7 +125,7 @@ def read_columns(documents: Table) -> Columns:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups documents into samples: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
+    """A grouping of documents into samples: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
 
     starts: Index
     members: Index
@@ -133,16 +134,16 @@ class Grouping:
 def group_documents(
     section: DatasetSection, sources: Sources, train: Sequence[Columns], evaluation: Sequence[Columns], seed: int
 ) -> tuple[Grouping, Grouping, DataStats]:
-    """Return training samples, held-out samples and their statistics from the columns of all documents.
+    """Return training samples, held-out samples and their statistics, given the columns of all documents.
 
-    Records are held out before they are repeated by mix weights, so that no record is in both parts. Raises UserError
-    if a part is empty or has no trained tokens.
+    Records are held out before mix weights repeat them, so that no record is in both parts. Raises UserError if no
+    record remains for training, if a part has no trained tokens, or if all answers in a source are empty.
     """
     generator = np.random.default_rng(seed)
     parts = [*train, *evaluation]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     total = sum(len(part["length"]) for part in train)
-    # All parts of a text are held out together.
+    # All parts of a split text are held out together.
     record = np.cumsum(~columns["continued"][:total]) - 1
     records = int(record[-1]) + 1 if total else 0
     is_held_record = np.zeros(records, dtype=bool)
@@ -171,7 +172,7 @@ def group_documents(
 
 
 def count_held_out(section: DatasetSection, total: int) -> int:
-    """Return the number of records that `val_split` holds out. Raises UserError if none remain for training."""
+    """Return the number of records that `val_split` holds out. Raises UserError if none would remain for training."""
     if not section.val_split or not total:
         return 0
     count = int(section.val_split) or max(1, round(total * section.val_split))
@@ -215,7 +216,7 @@ def _build_samples(
     is_uncut = (record_columns["rejected"] > 0) | (record_columns["image_tokens"] > 0)
     too_long &= (section.too_long == "drop") | is_uncut
     without_targets = int((record_columns["targets"] == 0).sum())
-    unique = np.unique(members)  # repeats by the weights of a mix are intended
+    unique = np.unique(members)  # repeats due to mix weights are intended
     if section.packing:
         packs = pack_best_fit(member_columns["length"], section.max_length)
         starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)
@@ -267,7 +268,7 @@ def _concatenate(parts: Sequence[Index]) -> Index:
 
 
 def pack_best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack documents into packs of at most `capacity` tokens. Return the indices of the documents of each pack.
+    """Pack documents into packs of at most `capacity` tokens, and return each pack's document indices.
 
     Best-fit decreasing: the longest document first, into the fullest pack with enough room (at most 11/9 of the minimum
     number of packs, plus 4: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
@@ -279,7 +280,7 @@ def pack_best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> 
         raise ValueError(f"document of {int(sizes.max())} tokens exceeds the capacity {capacity}")
     packs: list[list[int]] = []
     # open_packs[room] has the packs with exactly that much room; bit `room` of `rooms` is set if there are any. Finding
-    # the smallest sufficient room takes a shift and a bit trick, so total time is linear in the number of documents.
+    # the smallest sufficient room needs only bit operations, so total time is linear in the number of documents.
     open_packs: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
     for document in np.argsort(-sizes, kind="stable").tolist():

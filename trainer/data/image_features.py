@@ -1,4 +1,4 @@
-"""Cached features of images, computed by a frozen vision tower; files are named by a hash of the image."""
+"""Cached image features, computed by a frozen vision tower; each file is named after a hash of its image."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,17 @@ from trainer.contract.whole_files import apply_umask
 from trainer.data.image_parts import read_stored
 
 GRID = "image_grid_thw"
-"""Input of Qwen models that determines the positions of image tokens."""
+"""Input to Qwen models that determines the positions of image tokens."""
 
 
 @dataclass(frozen=True)
 class TowerOutput:
-    """Holds the image features of a batch, with the attribute names that transformers models read."""
+    """Image features of a batch, with the attribute names that transformers models read."""
 
     pooler_output: Any = None
     deepstack_features: Any = None
     last_hidden_state: Any = None
-    """Only for models without `pooler_output` (Llama 4)."""
+    """Only set for models without `pooler_output` (Llama 4)."""
 
     @classmethod
     def from_model(cls, output: Any) -> "TowerOutput":
@@ -47,7 +47,7 @@ class FeatureFiles:
         self.folder = folder
 
     def path(self, stored: bytes) -> Path:
-        """Return the path of the features of a stored image (see `read_stored`); the file may not exist yet."""
+        """Return the path to a stored image's features (see `read_stored`); the file may not exist yet."""
         name = xxhash.xxh3_128_hexdigest(read_stored(stored)[0])
         return self.folder / name[:2] / f"{name}.safetensors"
 
@@ -67,7 +67,7 @@ class FeatureFiles:
             raise UserError(f"{setting}: {problem}; free some space, or set vision.cache: false") from None
 
     def read(self, stored: Sequence[bytes]) -> tuple[TowerOutput, torch.Tensor | None]:
-        """Return the features of images, in order, and their grids if the model uses them."""
+        """Return the features of images, in order, and their grids (None if the model uses none)."""
         files = [load_file(self.path(image)) for image in stored]
         tensors = {name: torch.cat([file[name] for file in files]) for name in files[0]}
         return TowerOutput(*(_unflatten(tensors, name) for name in TowerOutput.__dataclass_fields__)), tensors.get(GRID)
@@ -78,7 +78,7 @@ def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of nested lists with their names; `name.0` is the first entry of a list."""
+    """Yield the tensors in nested lists with their names; `name.0` is the first entry of a list."""
     if isinstance(value, torch.Tensor):
         yield name, value
     for index, entry in enumerate(value if isinstance(value, list | tuple) else ()):

@@ -17,12 +17,12 @@ from trainer.config.files import read_bytes
 from trainer.data.formats import RecordFormat, describe_type
 
 IMAGE = "\ufdd2"
-"""Placeholder of an image in the text of a turn: a noncharacter, which no valid text contains."""
+"""Placeholder for an image in a turn's text: a noncharacter, which no valid text contains."""
 MARK = "<image>"
-"""The placeholder in data for LLaVA, LLaMA-Factory and others."""
+"""Image placeholder in the formats of LLaVA, LLaMA-Factory and others."""
 PART_TYPES = ("image", "image_url", "input_image")
 SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
-"""Keys of a part, or of an image's record, that contain the image, in order of precedence."""
+"""Keys of a part, or of an image's record, that may contain the image, in order of precedence."""
 FILE = b"file:"
 THUMBNAIL, THUMBNAIL_START = 224, "data:image/jpeg;base64,"
 HIGH_DEPTH_MODES = ("I", "F")
@@ -38,7 +38,7 @@ class ImageParts:
         self._record, self._name = record, next((name for name in names if name in record), None)
         self._folder = fmt.folder
         self._values = list[Any]()
-        """The image of each placeholder, None if it is in the record's list of images."""
+        """The image for each placeholder; None if the image is in the record's list of images."""
 
     def read_part(self, part: Mapping[str, Any]) -> str:
         self._values.append(_select_source(part))
@@ -52,7 +52,7 @@ class ImageParts:
         return text.replace(MARK, IMAGE)
 
     def store(self, where: str) -> tuple[bytes, ...]:
-        """Return the images in order, in the format of `store_image`.
+        """Return the results of `store_image` for the images, in order.
 
         Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
         """
@@ -78,7 +78,7 @@ class ImageParts:
 def store_image(value: Any, folder: Path | None, where: str) -> bytes:
     """Return the bytes of an image, or a reference to its file. Raises UserError if the value is not an image.
 
-    Relative paths are resolved in `folder`, which holds the records, and then in the working directory.
+    Relative paths are resolved against `folder`, which contains the records, and then against the working directory.
     """
     if isinstance(value, Mapping):
         return store_image(_select_source(value), folder, where)
@@ -95,7 +95,7 @@ def store_image(value: Any, folder: Path | None, where: str) -> bytes:
         try:
             if path.is_file():
                 return f"{FILE.decode()}{path.stat().st_size}:{path.stat().st_mtime_ns}:{path.absolute()}".encode()
-        except (OSError, ValueError):  # base64 is too long for a file name
+        except (OSError, ValueError):  # base64 data is too long for a file name
             break
     if len(value) > 60 and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):
         return _decode_base64(value, where)
@@ -114,7 +114,7 @@ def _decode_base64(text: str, where: str) -> bytes:
 
 
 def read_stored(stored: bytes) -> tuple[bytes, str]:
-    """Return the bytes and the file name (or "") of a stored image. Raises UserError if the file is missing."""
+    """Return a stored image's bytes and its file name, or "". Raises UserError if the file cannot be read."""
     if not stored.startswith(FILE):
         return stored, ""
     file = get_stored_file(stored)
@@ -138,7 +138,7 @@ def has_changed(stored: bytes) -> bool:
 
 
 def decode_image(data: bytes, name: str) -> Any:
-    """Decode an image as upright RGB, on white if it is transparent. Raises UserError if it is damaged."""
+    """Decode an image as upright RGB; transparency becomes white. Raises UserError if the image is damaged."""
     from PIL import Image, ImageOps
 
     try:
@@ -162,7 +162,7 @@ def thumbnail(stored: bytes) -> str:
 
 
 def reject_high_depth(image: Any, name: str) -> None:
-    """Raise UserError for more than 8 bits per channel."""
+    """Raise UserError if the image has more than 8 bits per channel."""
     if image.mode[0] in HIGH_DEPTH_MODES:
         raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save the image with 8 bits")
 

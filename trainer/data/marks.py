@@ -1,8 +1,8 @@
-"""Find the turn of each character of a rendered chat, for any chat template.
+"""Find the turn to which each character of a rendered chat belongs, for any chat template.
 
 A chat template is a program. It may put a system prompt before the first turn, trim content, or drop the reasoning of
 all but the last answer. So a conversation rendered up to turn i is not always a prefix of the complete rendering, and a
-turn's text may not occur in it. But all templates loop over the messages. `mark_template` puts a marker at the start of
+turn's text may not occur there. But all templates loop over the messages. `mark_template` puts a marker at the start of
 each loop body and after each loop; in the rendering, the markers show where every turn begins and ends. `{% generation
 %}` blocks are marked in the same way, and so are the texts of the turns (`mark_message`), to separate them from the
 tags around them. `read_marks` removes the markers; its caller compares the rest with an unmarked rendering.
@@ -35,8 +35,8 @@ Spans = dict[int, list[tuple[int, int]]]
 class ChatSpans:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
-    `turns[i]` has the spans rendered by loop iterations over message i, in order; `texts[i]` and `reasoning[i]`
-    have the spans of its text and reasoning, `generation` the spans of generation blocks.
+    `turns[i]`: spans rendered by loop iterations over message i, in order. `texts[i]` and `reasoning[i]`: spans of its
+    text and reasoning. `generation`: spans of generation blocks.
     """
 
     text: str
@@ -48,12 +48,12 @@ class ChatSpans:
 
 @lru_cache(maxsize=16)
 def mark_template(source: str) -> str:
-    """Return the template with markers at the start of each loop body and generation block, and after each end.
+    """Return the template with markers at the start of each loop body and generation block, and after their ends.
 
     Raises jinja2.TemplateSyntaxError if the template cannot be parsed.
     """
-    # transformers' options, which determine the whitespace that tags strip. The lexer already strips it, so text is
-    # written as output expressions, from which tags strip nothing.
+    # The same options as in transformers, since they determine the whitespace that tags strip. The lexer already strips
+    # it, so text is written as output expressions, from which tags strip nothing.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     pieces = ["{% set zerolora_namespace = namespace %}"]  # a macro may have a parameter called namespace
     tag: list[tuple[str, str]] = []
@@ -68,7 +68,7 @@ def mark_template(source: str) -> str:
         elif kind == "block_end":
             words = [word for word_kind, word in tag if word_kind in ("name", "operator")]
             if words[:1] == ["for"]:
-                # `for key, value in ...` does not loop over messages; other loops are tested while rendering.
+                # `for key, value in ...` does not loop over messages; other loops are checked during rendering.
                 open_loops.append(loops if words[2:3] == ["in"] else None)
                 if open_loops[-1] is not None:
                     pieces.insert(begin, f"{{% set zerolora_{loops} = zerolora_namespace(turns=false) %}}")
@@ -122,7 +122,7 @@ def has_generation_blocks(source: str) -> bool:
 
 
 def read_marks(rendered: str) -> ChatSpans:
-    """Remove the markers from a chat rendered by a marked template, and return their positions."""
+    """Remove the markers from a chat rendered with a marked template, and return its text and spans."""
     pieces: list[str] = []
     turns: Spans = {}
     generation: list[tuple[int, int]] = []
@@ -156,7 +156,7 @@ def read_marks(rendered: str) -> ChatSpans:
 
 
 def _mark_text(kind: str, text: str, turn: int) -> str:
-    """Return a text between markers; whitespace around it stays outside, where templates can trim it."""
+    """Put markers around a text; surrounding whitespace stays outside, where templates can trim it."""
     core = text.strip()
     if not core:
         return text
@@ -175,7 +175,7 @@ def _quote_literal(text: str) -> str:
 
 
 def _build_loop_marker(loop: int, variable: str) -> str:
-    """Return the marker of an iteration over a numbered message; it renders as nothing in other loops."""
+    """Return the marker for an iteration over a numbered message; in other loops, it renders as nothing."""
     key = f"{variable}.{TURN_KEY}"
     mark = f"{{{{ '{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}' }}}}"
     seen = f"{{% set zerolora_{loop}.turns = true %}}"

@@ -1,4 +1,4 @@
-"""Preference data: a chosen (better) and a rejected (worse) answer to the same prompt, as two documents of one row."""
+"""Preference data: a chosen (better) and a rejected (worse) answer to the same prompt, as two documents in one row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,28 +21,28 @@ from trainer.data.tokens import EncodedDocument
 
 SIDES = ("chosen", "rejected")
 LARGEST_MARGIN = 1e6
-"""Margins are stored as float32, in which 1e39 would be infinite."""
-# Token weights that carry the label of a labeled answer through batches; mismatched answers have weight 1.
+"""Limit on margins, which are stored as float32 (1e39 would become infinite)."""
+# Token weights that encode the label of a labeled answer in batches; mismatched answers have weight 1.
 DESIRABLE, UNDESIRABLE = 1.0, 0.5
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Holds a chosen and a rejected answer, each with their common prompt; only the answers are trained."""
+    """A chosen and a rejected answer, each with their common prompt; only the answers are trained on."""
 
     chosen: Turns | Text
     rejected: Turns | Text
     margin: float = 0.0
-    """Amount by which a reward model should score the chosen answer higher; 0 without a margin."""
+    """Amount by which a reward model should score the chosen answer higher; 0 if the record has none."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Unused nonempty fields of the record."""
 
 
 def read_pair(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Pair:
-    """Read a record of the format `preference`.
+    """Read a record in the `preference` format.
 
     Answers are strings, lists of turns, or complete conversations that begin with the same turns. Raises UserError,
-    prefixed with `where`, for missing, empty or equal answers, different prompts, and a margin that is not a number.
+    prefixed with `where`, for missing, empty or equal answers, different prompts, or an invalid margin.
     """
     fields = Fields(record)
     answers = [_read_answer(fields, fmt.names[name], where) for name in SIDES]
@@ -77,10 +77,10 @@ class LabeledAnswer:
 def read_unpaired(
     record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None
 ) -> list[LabeledAnswer]:
-    """Read the labeled answer of a record of the format `unpaired`, or both answers of a pair.
+    """Read the labeled answer from a record in the `unpaired` format, or both answers from a pair.
 
-    The answer is a completion, or the last turn of a conversation. Raises UserError, prefixed with `where`, for a
-    record without a label, a prompt or an answer.
+    The answer is a completion, or the last turn of a conversation. Raises UserError, prefixed with `where`, if the
+    label, the prompt or the answer is missing.
     """
     fields, names = Fields(record), fmt.names
     label = fields.get(names["label"])
@@ -109,7 +109,7 @@ def read_unpaired(
 def _join_answer(
     system_prompt: str | None, prompt: Any, answer: Any, fields: Fields, fmt: RecordFormat, where: str, *, chat: bool
 ) -> Turns | Text:
-    """Join a prompt and its answer, the field `completion`. Raises UserError if the field has no answer."""
+    """Join a prompt with its answer from the field `completion`. Raises UserError if the field has no answer."""
     name = fmt.names["completion"]
     turns, last = None, {"content": answer or ""}
     if answer and (chat or not (isinstance(prompt, str) and isinstance(answer, str))):
@@ -134,7 +134,7 @@ def _read_answer(record: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _read_prompt(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> tuple[Any, bool]:
-    """Return the prompt (None if the answers contain it), and whether it is a user turn for the chat template."""
+    """Return the prompt (None if the answers contain it), and whether even a string prompt needs the chat template."""
     if turns := next(filter(None, (record.get(fmt.names[name]) for name in ("messages", "conversations"))), None):
         return turns, True
     instruction = record.get(fmt.names.get("instruction", ""))
@@ -162,7 +162,7 @@ def _find_common_prefix(answers: Sequence[Any], where: str) -> Any:
 
 
 def _check_prompt(field_prompt: Any, common: Any, where: str) -> None:
-    """Raise UserError unless the answers begin with the field's prompt or, without one, with a common prompt."""
+    """Raise UserError if the answers' common prompt differs from the prompt field, or if there is neither."""
     if not common and field_prompt in (None, []):
         raise UserError(f"{where}: chosen and rejected have no common prompt; begin both with the same prompt")
     common_texts, field_texts = (
@@ -178,8 +178,8 @@ def join_pair(
 ) -> EncodedDocument:
     """Join both documents of a pair into one row of at most `max_length` tokens, if possible.
 
-    Excess tokens are cut from the beginning of the prompt, the same number in both documents, which keep the
-    beginning-of-text token `first`. Answers, and prompts with images, are never cut.
+    Excess tokens are cut from the beginning of the prompt, equally in both documents, except for the beginning-of-text
+    token `first`. Answers, and prompts with images, are never cut.
     """
     excess = len(chosen.input_ids) + len(rejected.input_ids) - max_length
     lost, is_cut = tuple(dict.fromkeys([*chosen.lost, *rejected.lost])), False
@@ -211,7 +211,7 @@ def join_labeled_answers(
 ) -> list[EncodedDocument]:
     """Return rows of two documents: a prompt with its answer, and the same prompt with the previous row's answer.
 
-    The first row takes the last row's answer. As in `join_pair`, prompts are cut in rows longer than `max_length`.
+    The first row uses the last row's answer. As in `join_pair`, prompts are cut in rows longer than `max_length`.
     """
     starts = [next((at for at, weight in enumerate(each.trained) if weight), len(each.trained)) for each in answers]
     rows = []

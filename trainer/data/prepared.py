@@ -1,4 +1,4 @@
-"""The results of the checks before training: tokenizer, model configuration and data."""
+"""The results of preparing a run: tokenizer, model configuration and data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +16,17 @@ class PreparedRun:
     data: Any
     """PreparedData, or PreparedImages for image models; None if not yet read."""
     notes: tuple[str, ...] = ()
-    """Lines for the console."""
+    """Lines to print to the console."""
     reference: Samples | None = None
-    """Texts of scu.reference."""
+    """Texts from `scu.reference`."""
     sample_prompts: tuple[Prompt, ...] = ()
-    """Prompts of logging.sample_prompts, including those from files."""
+    """Prompts from `logging.sample_prompts`, including those in files."""
     longest: int | None = None
     """The model's context length in tokens; None if unknown or unlimited."""
     images: ImageReader | None = None
     """The image processor of a vision-language model."""
     adapters: "tuple[PreparedRun, ...]" = ()
-    """Results for each of `adapters` if several are trained together; this object has the first adapter's."""
+    """Results for each adapter if several are trained together; the other fields then belong to the first one."""
 
 
 def has_images(prepared: PreparedRun) -> bool:

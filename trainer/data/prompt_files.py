@@ -1,4 +1,4 @@
-"""Read prompts from files in any format of training data."""
+"""Read prompts from files in any format supported for training data."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -19,9 +19,9 @@ FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "tex
 
 
 def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
-    """Yield the prompt of each record in a file, without the answers of training records.
+    """Yield each record's prompt from a file, without the answers in training records.
 
-    `setting` is the option that names `path`. Raises UserError for a file or record without a prompt.
+    `setting` is the option that contains `path`. Raises UserError for a file or record without a prompt.
     """
     source = build_source(path, setting)
     for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
@@ -29,7 +29,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 
 
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
-    """Yield the prompts of `logging.sample_prompts`, including those in files that it names.
+    """Yield the prompts from `logging.sample_prompts`, including those in the files that it names.
 
     A single word with the suffix of a data file is a file name. Raises UserError if the file does not exist.
     """

@@ -1,4 +1,4 @@
-"""Convert records of every known format to a conversation, or a prompt with its completion."""
+"""Convert records in any supported format into conversations, or into prompts with their completions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +24,13 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 NO_TEXT = ("type", "index")
 # Types of content parts that are text.
 TEXT_PARTS = (None, "text", "input_text", "output_text")
-# Formats of prompts (see `find_prompt_format`): for texts, and for prompts with completions.
+# Prompt formats (see `find_prompt_format`): for texts, and for prompts with completions.
 PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation in the format that chat templates read. `weights` has the turn weights that are not 1."""
+    """A conversation in the format that chat templates read. `weights` contains the turn weights other than 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -51,7 +51,7 @@ class Text:
 
 
 class Fields(Mapping[str, Any]):
-    """A record that remembers which of its fields were read."""
+    """A record that tracks which of its fields have been read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values, self._names_read = values, set[str]()
@@ -68,7 +68,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Wrap the records in a field, so that `list_unread` includes their unread fields."""
+        """Wrap the records contained in a field, so that `list_unread` includes their unread fields."""
         wrapped = [Fields(record) if isinstance(record, Mapping) else record for record in records]
         self._inner += [(name, fields) for fields in wrapped if isinstance(fields, Fields)]
         return wrapped
@@ -100,10 +100,10 @@ def flag_nonempty_answers(example: Turns | Text, train_on: frozenset[str]) -> li
 def read_record(
     record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None = None
 ) -> Turns | Text:
-    """Convert a record to a conversation, or a prompt with its completion, with the names of unused fields.
+    """Convert a record into a conversation, or into a prompt with its completion, and list its unused fields.
 
     Raises UserError, prefixed with `where`, for a bad record. `system_prompt` is used for text prompts that have none;
-    conversations get it when they are rendered.
+    it is added to conversations only when they are rendered.
     """
     fields = Fields(record)
     example = _read_example(fields, fmt, where, system_prompt)
@@ -111,7 +111,7 @@ def read_record(
 
 
 def find_prompt_format(fmt: RecordFormat, first: Mapping[str, Any]) -> str | None:
-    """Return the format string of a source's prompts, with `{system}` and `{prompt}`; None for conversations."""
+    """Return the format string for a source's prompts, with `{system}` and `{prompt}`; None for conversations."""
     pair = fmt.names.values() if fmt.name in ("prompt_completion", UNPAIRED) else ()
     turns = any(isinstance(first.get(name), list) for name in pair)
     if turns or fmt.name in ("messages", "sharegpt") or (fmt.name == "alpaca" and fmt.alpaca_as_chat):
@@ -165,7 +165,7 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, where: str, sys
 
 
 def read_system(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str | None:
-    """Return the system prompt of a record: the field named by `fields.system`, `system` or `system_prompt`."""
+    """Return a record's system prompt: the field named by `fields.system` (by default `system`) or `system_prompt`."""
     for name in (fmt.names.get("system", "system"), "system_prompt"):
         if record.get(name):
             return _read_text(record, name, where)
@@ -175,7 +175,7 @@ def read_system(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str
 def _insert_system(
     messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, where: str
 ) -> list[str]:
-    """Insert the record's system prompt before its turns. Return its field name if a system turn takes precedence."""
+    """Insert the record's system prompt before its turns. If a system turn overrides it, return the unused field."""
     system = read_system(record, fmt, where)
     if system and messages and messages[0]["role"] == "system":
         return [] if messages[0]["content"] == system else [fmt.names.get("system", "system")]
@@ -191,7 +191,7 @@ def prepend_system(system: str | None, prompt: str) -> str:
 def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, where: str
 ) -> Turns:
-    """Read a prompt and a completion (lists of turns, or strings) as a conversation. Only the completion has a loss."""
+    """Join a prompt and a completion (strings or turns) into a conversation; only the completion has a loss."""
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value
@@ -204,7 +204,7 @@ def _read_turns(
 ) -> Turns:
     """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
 
-    `parts` has tuples (list of turns, column, name in error messages, whether the turns have a loss).
+    `parts` are tuples (list of turns, column, name in error messages, whether the turns have a loss).
     """
     images, messages, weights = ImageParts(record, fmt), list[dict[str, Any]](), dict[int, float]()
     unread: list[str] = []
@@ -232,7 +232,7 @@ def _find_keys(turn: Any, fmt: RecordFormat) -> tuple[str, str]:
 
 
 def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str:
-    """Join instruction and optional input: as a user turn, or with headings if there is no chat template."""
+    """Join the instruction and the optional input, with headings if there is no chat template."""
     instruction = _read_text(record, fmt.names["instruction"], where)
     extra = record.get(fmt.names["input"]) or ""
     if not isinstance(extra, str):
@@ -297,7 +297,7 @@ def _read_message(
 
 
 def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
-    """Return turn weights other than 1. Turns are numbered from `first`. Raises UserError unless all are in [0, 1]."""
+    """Return the weights below 1 by turn number, starting at `first`. Raises UserError for weights outside [0, 1]."""
     weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
         for name in (*SWITCHES, *INVERSE_SWITCHES):
@@ -313,7 +313,7 @@ def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) ->
 
 
 def _read_content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
-    """Return string content, or OpenAI's list of parts joined into one string, with IMAGE for each image."""
+    """Return content as a string; the parts of an OpenAI list are joined, with IMAGE in place of each image."""
     if isinstance(content, list):
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
@@ -333,7 +333,7 @@ def _read_part(part: Any, images: ImageParts | None) -> Any:
 
 
 def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call in OpenAI's format. Raises UserError if it has no name, or arguments that are not JSON."""
+    """Return a call in OpenAI's format. Raises UserError if it has no name, or if its arguments are not JSON."""
     function = call
     if isinstance(call, Fields) and "function" in call:
         [function] = call.wrap("function", [call["function"]])
@@ -346,7 +346,7 @@ def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Read tool definitions: a list of JSON schemas, or a JSON string of such a list."""
+    """Read tool definitions, given as a list of JSON schemas or as a JSON string with such a list."""
     value = None if isinstance(value, str) and not value.strip() else _parse_json(value, "tools are", where)
     if not value:
         return None

@@ -1,4 +1,4 @@
-"""Training samples of tokenized documents, from disk or from a stream."""
+"""Training samples made of tokenized documents, from disk or from a stream."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ class Sample:
     trained: Sequence[float]
     document_lengths: list[int]
     reference: tuple[float, ...] = ()
-    """Cached log-probability of each document's answer under the reference of preference training, in nats."""
+    """Cached log-probability of each document's answer under the reference model, in nats."""
     margins: tuple[float, ...] = ()
-    """Margin of each pair of answers, 0 for pairs without a margin."""
+    """Margin for each pair of answers; 0 for pairs without a margin."""
     images: tuple[tuple[bytes, ...], ...] = ()
     """Images of each document, in order (see `read_stored`); empty if no document has images."""
 
@@ -44,7 +44,7 @@ class Samples:
         self._documents, self._starts, self._members = documents, starts, members
         self.packed = packed
         self.reference: NDArray[np.float64] | None = None
-        """`Sample.reference` of all documents of pairs, sample by sample."""
+        """`Sample.reference` for all documents in pairs, sample by sample."""
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -60,7 +60,7 @@ class Samples:
         return replace(sample, reference=tuple(reference.tolist()))
 
     def count_answers_before(self, index: int) -> int:
-        """Return the number of answers, two per pair, in the samples before this one."""
+        """Return the number of answers, two per pair, in the samples before `index`."""
         return 2 * int(self._starts[min(index, len(self))])
 
     def _load_document(self, index: int) -> Sample:
@@ -79,7 +79,7 @@ class Samples:
             yield chunk.flatten().unique().to_pylist()
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of tokens and the number of target tokens of every sample."""
+        """Return the number of tokens and the number of target tokens in every sample."""
         chunks = [self._documents.column(name).chunks for name in ("length", "targets")]
         columns = [np.concatenate([_to_numpy(chunk) for chunk in column])[self._members] for column in chunks]
         tokens, targets = (np.add.reduceat(column, self._starts[:-1], dtype=np.int64) for column in columns)
@@ -97,18 +97,18 @@ def _to_numpy(array: Array) -> NDArray[Any]:
 
 
 Gather = Callable[[Any], list[Any]]
-"""Gathers one object per rank; every rank gets the list."""
+"""Gathers one object per rank; every rank receives the list."""
 
 
 @dataclass(frozen=True)
 class SampleStream:
     read: Callable[..., Any]
-    """Starts a pass over the sources from epoch, state, rank and `gather` (see `stream_samples`)."""
+    """Starts a pass over the sources, given epoch, state, rank and `gather` (see `stream_samples`)."""
     packed: bool
 
 
 def split_row_length(tokens: int, rejected: int) -> list[int]:
-    """Return the lengths of a row's documents; the last `rejected` tokens, if any, belong to a second document."""
+    """Return the lengths of a row's documents; if `rejected` > 0, the last `rejected` tokens are a second document."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
 
@@ -122,7 +122,7 @@ def split_documents(sample: Sample) -> Iterator[Sample]:
 
 
 def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]]:
-    """Decode runs of tokens with equal weights, since a character may span several tokens; yield (weight, text).
+    """Yield (weight, text) for each run of tokens with equal weights, since a character may span several tokens.
 
     Repeated image tokens are shown once, with their count.
     """

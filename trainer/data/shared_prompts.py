@@ -1,7 +1,7 @@
 """Compute the common prompt of a pair only once.
 
-A pair becomes two documents of a flat batch, (prompt, chosen answer) and (last token of the prompt, rejected answer).
-The second document's positions continue the prompt's, and its attention also reads the prompt's keys and values.
+A pair becomes two documents in a flat batch, (prompt, chosen answer) and (last prompt token, rejected answer).
+The second document's positions continue the prompt's, and its tokens also attend to the prompt's keys and values.
 The last token of the prompt is repeated because it predicts the first token of both answers.
 """
 
@@ -15,8 +15,8 @@ import torch
 from trainer.data.samples import Sample, Samples, split_documents
 
 WORTH_SHARING = 0.1
-"""Minimum fraction of tokens saved for `share_prompt: auto`. Below it, sharing may cost more than it saves, because it
-copies keys and values, and attention computes documents of different lengths."""
+"""Minimum fraction of tokens that sharing must save with `share_prompt: auto`. Below it, sharing may cost more than it
+saves, because it copies keys and values, and attention must process documents of uneven lengths."""
 _MEASURED_SAMPLES = 1000
 
 
@@ -28,7 +28,7 @@ def count_shared_tokens(chosen: Sample, rejected: Sample) -> int:
 
 
 def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
-    """Remove the shared prefix from rejected documents; return all documents with their removed prefix lengths."""
+    """Remove shared prefixes from rejected documents; return all documents and the lengths of the removed prefixes."""
     shortened, shared = [], []
     for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
         at = count_shared_tokens(chosen, rejected)
@@ -39,9 +39,9 @@ def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]
 
 
 def build_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of `varlen_attention` for shared keys; empty if nothing is shared.
+    """Return the arguments to `varlen_attention` for shared keys; empty if nothing is shared.
 
-    Document i of `lengths[i]` tokens also reads the first `shared[i]` keys of document i - 1.
+    Document i, with `lengths[i]` tokens, also attends to the first `shared[i]` keys of document i - 1.
     """
     if not any(shared):
         return {}

@@ -1,4 +1,4 @@
-"""Find the local data files of a source by its path, `data_files` and split."""
+"""Find a source's local data files from its path, `data_files` and split."""
 
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,14 +23,14 @@ def describe_source(source: SourceSection, label: str) -> str:
 
 def build_source(path: str, label: str, **settings: Any) -> SourceSection:
     try:
-        # Set the path afterwards: the constructor reads the name `none` as no path.
+        # Set the path afterwards, because the constructor converts the name `none` to None.
         return SourceSection(**settings).model_copy(update={"path": expand_path(path)})
     except ValueError as error:
         raise UserError(f"{label}={to_text(path)}: {error}") from None
 
 
 def read_template(configured: str) -> str:
-    """Return the template in dataset.chat_template, or in the file that it names. Raises UserError if there is none."""
+    """Return the template in dataset.chat_template or in the file that it names. Raises UserError if there is none."""
     if "{" in configured:
         return configured
     if not configured.strip():
@@ -113,12 +113,12 @@ def _check_one_kind(files: list[Path], where: str) -> list[Path]:
 
 
 def _normalize_split(split: str) -> str:
-    """Return `validation` for dev and valid, and any other split unchanged."""
+    """Return the standard name of a split, such as `validation` for dev; other names are unchanged."""
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
 
 
 def _find_split(path: Path) -> str | None:
-    """Find the split in a file's name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
+    """Find the split in the name of a file or folder, as in train-00000-of-00002.parquet or validation/part.jsonl."""
     parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
     for part in reversed(parts):
         words = part.replace("_", "-").replace(" ", "-").split("-")

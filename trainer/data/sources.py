@@ -1,4 +1,4 @@
-"""Read the records of files, folders and Hub datasets, with the split syntax of the datasets library.
+"""Read records from files, folders and Hub datasets, with the split syntax of the datasets library.
 
 A `split` is a name, a part of a split such as train[:10%], or several splits joined by +.
 """
@@ -38,11 +38,11 @@ _COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 def read_source(
     source: SourceSection, label: str, *, streaming: bool = False, scratch: Path | None = None
 ) -> "Dataset | IterableDataset":
-    """Return the rows of a source in order, at most `max_samples`; `parse_row` converts them to records.
+    """Return at most `max_samples` rows of a source, in order; `parse_row` converts them to records.
 
     `label` is the setting's name in messages (dataset, dataset.mix.0, dataset.evaluation). With `streaming`, nothing is
-    read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
-    datasets library. Raises UserError if the path is missing, cannot be read or has no records.
+    read until the result is iterated over; otherwise records are copied to `scratch`, by default the datasets library's
+    cache. Raises UserError if the path is missing, cannot be read or has no records.
     """
     from datasets import Dataset
 
@@ -67,7 +67,7 @@ def read_source(
 
 
 def _disable_decoding(feature: Any) -> Any:
-    """Return a column type with undecoded images, as bytes or paths."""
+    """Return a column type with image decoding disabled, so that images are bytes or paths."""
     from datasets import Image, List
 
     if isinstance(feature, Image):
@@ -112,7 +112,7 @@ def build_no_records_error(source: SourceSection, label: str) -> UserError:
 
 
 def resolve_local_path(source: SourceSection, label: str) -> Path | None:
-    """Return a source's local path, downloaded from object stores; None for a Hub ID. Raises UserError if missing."""
+    """Return a source's local path, downloading it if necessary; None for a Hub ID. Raises UserError if missing."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = describe_source(source, label)
     if not source.path.strip():
@@ -207,7 +207,7 @@ def _import_datasets() -> Any:
 def _list_read_errors() -> tuple[type[Exception], ...]:
     from datasets.exceptions import DatasetGenerationError
 
-    # Raised by datasets and Arrow for files that are truncated, empty, of another format or of unsupported types.
+    # Raised by datasets and Arrow for files that are truncated or empty, or have another format or unsupported types.
     return (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
 
 
@@ -301,7 +301,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
 
 
 def parse_split_names(split: str, label: str) -> list[str]:
-    """Parse a split and return the names in it. Raises UserError if it is malformed."""
+    """Return the names in a split, such as `a` and `b` in a[:10]+b. Raises UserError if the split is malformed."""
     if _NAME.fullmatch(split):
         return [split]
     from datasets import ReadInstruction

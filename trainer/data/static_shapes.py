@@ -1,6 +1,6 @@
 """Pad micro-batches to a few shapes, so that captured CUDA graphs can be replayed.
 
-B rows, L tokens per row, D documents of a flat pack, K positions per row for the output head.
+B rows, L tokens per row, D documents in a flat pack, K positions per row for the output head.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ MIN_DOCUMENTS = 4
 
 @dataclass(frozen=True)
 class StaticShape:
-    """Sizes to which a batch is padded: B, L and K, and for flat packs D."""
+    """Sizes to which a batch is padded: B, L, K and, for flat packs, D."""
 
     rows: int
     length: int
@@ -27,7 +27,7 @@ class StaticShape:
     documents: int = 0
     """Number of documents, D, if the batch has `cu_seqlens`."""
     longest: int = 0
-    """Upper bound of the document lengths, if the batch has `cu_seqlens`."""
+    """Upper bound on the document lengths, if the batch has `cu_seqlens`."""
 
     def holds(self, other: "StaticShape") -> bool:
         """Return whether a batch of the other shape may be padded to this one."""
@@ -46,7 +46,7 @@ class StaticShape:
 
 
 def round_up(count: int) -> int:
-    """Round up to a multiple of 2^floor(log2 count) / PARTS, which adds at most the fraction 1 / PARTS."""
+    """Round `count` up to a multiple of 2^floor(log2 count) / PARTS, which adds at most 1 / PARTS of it."""
     unit = max(1, (1 << count.bit_length() - 1) // PARTS)
     return -(-count // unit) * unit
 
@@ -57,7 +57,7 @@ def measure_sizes(batch: MicroBatch) -> tuple[int, int]:
 
 
 def choose_shape(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
-    """Choose the shape to which a batch is padded; sizes equal to the `usual` (L, K) are not padded."""
+    """Return the shape to which a batch should be padded; sizes equal to the `usual` (L, K) are not padded."""
     rows, (unpadded_length, unpadded_targets) = len(batch.input_ids), measure_sizes(batch)
     length = unpadded_length if unpadded_length == usual[0] else round_up(unpadded_length)
     unit = max(1, length // HEAD_PARTS)
@@ -69,7 +69,7 @@ def choose_shape(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticSh
     documents = len(batch.cu_seqlens) - 1
     if documents * batch.max_seqlen == unpadded_length == length:
         return StaticShape(rows, length, targets, True, documents, batch.max_seqlen)
-    bounds = max(MIN_DOCUMENTS, 1 << documents.bit_length())  # at least one more, for the padding
+    bounds = max(MIN_DOCUMENTS, 1 << documents.bit_length())  # at least one more document, for the padding
     longest = 1 << (max(batch.max_seqlen, length - unpadded_length) - 1).bit_length()
     # The shape must not be `is_even`: its documents have different lengths.
     return StaticShape(rows, length, targets, True, bounds, longest + (bounds * longest == length))
@@ -84,7 +84,7 @@ def pad_to_shape(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -
     more = torch.zeros(shape.rows, added, dtype=batch.input_ids.dtype)
     positions, bounds = batch.position_ids, batch.cu_seqlens
     if positions is not None:
-        # Repeat the documents' positions, since a table of learned positions may end there.
+        # Padding repeats positions from 0, since a table of learned positions may have no later ones.
         more_positions = torch.arange(added) % (batch.max_seqlen or batch.input_ids.shape[1])
         positions = torch.cat([positions, more_positions.expand(shape.rows, -1)], 1)
     if bounds is not None:

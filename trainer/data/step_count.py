@@ -1,4 +1,4 @@
-"""Compute the number of optimizer steps of a run, and the global batch, for `validate`, `estimate` and training."""
+"""Compute the number of optimizer steps in a run and the global batch size, for `validate`, `estimate` and training."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def compute_steps_per_epoch(samples: int, global_batch_size: int) -> int:
 
 
 def count_steps(training: TrainingSection, samples: int | None, world_size: int) -> int | None:
-    """Return the number of optimizer steps of the run; None for an endless stream or an unresolved micro-batch."""
+    """Return the number of optimizer steps in the run; None for an endless stream or an unresolved batch size."""
     if training.max_steps is not None:
         return training.max_steps
     if not samples or (training.batch_size == AUTO and training.global_batch_size in (None, AUTO)):
@@ -41,11 +41,11 @@ def compute_warmup_steps(training: TrainingSection, total: int) -> int:
 
 
 def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
-    """Return the configuration with `training.global_batch_size` split into micro-batches and accumulation.
+    """Return the configuration with `training.global_batch_size` split into micro-batches and accumulation steps.
 
-    `auto` is the largest power of two, at most LARGEST_GLOBAL_BATCH, with at least ENOUGH_STEPS steps. It depends on
-    the number of ranks only if that number is larger, or not a power of two. A micro-batch that does not divide a
-    rank's part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
+    `auto` selects the largest power of two, up to LARGEST_GLOBAL_BATCH, that leaves at least ENOUGH_STEPS steps. It
+    depends on the number of ranks only if that number is not a power of two, or exceeds the result. A `batch_size` that
+    does not divide a rank's part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
     """
     training, wanted = config.training, config.training.global_batch_size
     if wanted is None:
@@ -91,7 +91,7 @@ def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_si
 
 
 def describe_steps(training: TrainingSection, samples: int | None, world_size: int) -> str:
-    """Describe the steps, such as `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
+    """Describe the steps, as in `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
         return (
@@ -125,7 +125,7 @@ def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
 
 
 def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """Return warnings about settings unsuited to the number of steps. Raises UserError for an overlong schedule."""
+    """Return warnings about settings unsuited to the number of steps. Raises UserError if the schedule is too long."""
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:
@@ -151,7 +151,7 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
 
 
 def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
-    """Yield a warning for each period longer than the run, and for early-stopping patience that cannot run out."""
+    """Yield a warning for each interval longer than the run, and for early-stopping patience that cannot run out."""
     training, patience = config.training, config.training.early_stopping
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation or config.evaluation.tasks)
     compares = training.best_checkpoint or patience is not None

@@ -1,12 +1,12 @@
-"""Streams: read, tokenize and pack documents on demand, from any position in the order.
+"""Streams: read, tokenize and pack documents on demand, from any position in their order.
 
 The order does not depend on the number of ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's
-order. Where a global batch begins is only known once all earlier blocks are tokenized, since records without trained
-tokens are dropped and packs depend on lengths. So every rank needs all blocks, and the ranks share the work: each
+order. The start of a global batch is only known once all earlier blocks are tokenized, since records without trained
+tokens are dropped and packs depend on lengths. So every rank needs all blocks, and the ranks share the work: each rank
 tokenizes one of the next blocks, and `gather` exchanges them. Every rank reads all records.
 
-`state_dict` holds the block and the document within it (for each source of a mix, at the start of the current packing
-window), so that a resumed run skips earlier records without tokenizing them.
+`state_dict` contains the block and the document within it (for each source in a mix, at the start of the current
+packing window), so that a resumed run skips earlier records without tokenizing them.
 """
 
 import sys
@@ -46,7 +46,7 @@ def stream_samples(
     rank: int = 0,
     gather: Gather | None = None,
 ) -> "MixedStream | PackedStream":
-    """Return the samples of one pass, from the beginning or from `state`. `gather` is None for a single rank."""
+    """Return the samples for one pass, from the beginning or from `state`. `gather` is None for a single rank."""
 
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
@@ -107,7 +107,7 @@ class SourceStream:
             state["block"], state["taken"] = state["block"] + 1, 0
 
     def _get_block(self, number: int) -> Block | None:
-        """Return a block, or None after the last. A UserError on one rank is raised on all, in the same step."""
+        """Return a block, or None after the last one. A UserError on one rank is raised on all, in the same step."""
         if number not in self._blocks:
             local = number + self._rank
             self._blocks = dict(self._gather((local, self._build_block(local))))
@@ -156,7 +156,7 @@ class SourceStream:
 
 
 class MixedStream:
-    """Draws documents from sources by weight. A source that ends restarts until all have ended once."""
+    """Draws documents from sources by weight. A source that ends is restarted until all sources have ended once."""
 
     def __init__(
         self,

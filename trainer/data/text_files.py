@@ -1,8 +1,8 @@
-"""Read the records of JSON, CSV and text files without guessing types.
+"""Read records from JSON, CSV and text files without guessing types.
 
 A record is passed on as one JSON string (`RAW`) until `parse_row` decodes it, so that `007`, `NA` and `2024-01-01` stay
-unchanged and records of one file may differ in their fields. A line that cannot be read is passed on as its error
-message, which `parse_row` raises: the caller decides whether to stop or to skip it. Errors that concern an entire
+unchanged and records in one file may have different fields. A line that cannot be read is passed on as an error
+message, which `parse_row` raises; its caller decides whether to stop or to skip the line. Errors that concern an entire
 file raise UserError at once. Messages name the file, the line and the offset of bytes that are not text.
 """
 
@@ -35,9 +35,9 @@ class _BadLine(str):
 def read_raw_records(
     files: list[str], kind: str, where: str, text_mode: str = "line", state: Any = None
 ) -> Iterator[dict[str, str]]:
-    """Yield the records of files of one kind (json, csv, text), in order; UserErrors are prefixed with `where`.
+    """Yield the records in files of one kind (json, csv, text), in order; UserErrors are prefixed with `where`.
 
-    `state` is unused: it makes the datasets library cache the records of changed files under another name.
+    `state` is unused; passing it makes the datasets library cache the records of changed files under another name.
     """
     texts = partial(_read_text_records, mode=text_mode)
     readers: dict[str, Callable[..., Iterator[str]]] = {
@@ -51,7 +51,7 @@ def read_raw_records(
 
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the record in a row of any source. Raises UserError for a line that could not be read."""
+    """Decode the record in a row from any source. Raises UserError for a line that could not be read."""
     if RAW not in row:
         return {name: _remove_padding(value) for name, value in row.items()}
     record = json.loads(row[RAW])
@@ -80,14 +80,14 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def get_data_suffix(path: Path) -> str:
-    """Return the file's suffix, without .gz."""
+    """Return the file's suffix in lower case, ignoring .gz."""
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
 def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
-    """Yield the decoded lines of a file, which may be compressed with gzip, including line endings.
+    """Yield the decoded lines of a file, with their line endings; .gz files are decompressed.
 
-    Raises UserError for a line that is not text; with `keep_bad`, yields a `_BadLine` instead.
+    Raises UserError for a line that is not text, or yields it as a `_BadLine` if `keep_bad` is set.
     """
     number = offset = 0
     try:
@@ -114,7 +114,7 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
 
 
 def _decode(line: bytes, place: str, offset: int) -> str:
-    """Decode a line, or return a _BadLine if it is not text. `offset` is the file position of its first byte."""
+    """Decode a line, or return a _BadLine if it is not text. `offset` is the line's position in the file."""
     if (at := line.find(b"\0")) >= 0:
         problem = f"has a NUL byte (offset {offset + at})"
         return _BadLine(f"{place} {problem}; copy the file again, or convert UTF-16 with iconv -f UTF-16 -t UTF-8")
@@ -148,12 +148,12 @@ def _read_text_records(file: Path, where: str, mode: str) -> Iterator[str]:
 
 
 def _read_json_records(file: Path, where: str) -> Iterator[str]:
-    """Yield one object per line, the objects of one list, or the single object of the file."""
+    """Yield the objects in a file as JSON: one per line, the items of a single list, or a single object."""
     lines = enumerate(_read_lines(file, where, keep_bad=True), start=1)
     nonblank = ((number, line) for number, line in lines if line.strip())
     number, first = next(nonblank, (0, ""))
     begin = first.strip()
-    # The first line of an object that spans several lines.
+    # Whether this is the first line of an object that spans several lines.
     is_multiline = begin == "{" or (begin.endswith(("[", "{", ",")) and begin.count('"') % 2 == 0)
     is_single = begin.startswith("[") or (begin.startswith("{") and is_multiline)
     second = None if is_single else next(nonblank, None)

@@ -1,4 +1,4 @@
-"""Tokenize texts, convert trained character spans to weights of tokens, and check the tokens by decoding."""
+"""Tokenize texts, convert trained character spans to token weights, and check the tokens by decoding them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ LOST_END = "no token that ends the last answer, so the model does not learn to s
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """One document, or both of a pair: token ids, their weights in the loss, and the record's `lost` parts."""
+    """One document, or both documents of a pair: token ids, their loss weights, and the record's `lost` parts."""
 
     input_ids: list[int]
     trained: list[float]
     lost: tuple[str, ...] = ()
     rejected: int = 0
-    """Tokens of the second document, the rejected answer of a pair; 0 for a single document."""
+    """Number of tokens in the second document, the rejected answer of a pair; 0 for a single document."""
     cut: bool = False
     """Whether the prompts of a pair were cut."""
     images: tuple[bytes, ...] = ()
@@ -37,7 +37,7 @@ def encode_spans(
     spans: Sequence[Sequence[WeightedSpan]],
     where: Sequence[str],
 ) -> list[EncodedDocument]:
-    """Tokenize texts without adding special tokens; tokens that overlap a span get its weight.
+    """Tokenize texts without adding special tokens; tokens that overlap a span have its weight.
 
     Raises UserError if the trained tokens do not decode to the spans' text.
     """
@@ -62,10 +62,10 @@ def encode_spans(
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], train_on: frozenset[str], where: Sequence[str]
 ) -> list[EncodedDocument]:
-    """Encode prompt and completion as one string, with beginning- and end-of-text tokens; train the completion.
+    """Encode each prompt and completion as one string, with beginning- and end-of-text tokens.
 
-    The end-of-text token is trained, so that the model learns to stop. `user` or `all` in `train_on` trains the prompt
-    too.
+    The loss covers the completion and, so that the model learns to stop, the end-of-text token. It also covers the
+    prompt if `train_on` contains `user` or `all`.
     """
     joined = [text.prompt + text.completion for text in texts]
     starts = [0 if train_on & {"user", "all"} else len(text.prompt) for text in texts]
@@ -105,7 +105,7 @@ def _compute_extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArra
     """Return the start and end of each token in characters, without gaps.
 
     Byte-level tokenizers may report a token without its whitespace, such as (5, 5) for a line break. Since tokens
-    cover the whole text, each is made to start no later than the end of the previous one.
+    cover the whole text, each token is made to start no later than the end of the previous one.
     """
     # Three times as fast as np.asarray.
     pairs = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)

@@ -1,6 +1,6 @@
-"""Images of conversations: their tokens in the rendered text, and the model inputs of a batch.
+"""Images in conversations: their tokens in the rendered text, and the model inputs for a batch.
 
-The model's processor (transformers) computes both. Image tokens carry no loss.
+The model's processor (transformers) computes both. Image tokens are excluded from the loss.
 """
 
 import io
@@ -36,7 +36,7 @@ class ImageReader:
     def __init__(
         self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any], token_id: int
     ) -> None:
-        """Set up the reader. `token_id` is the token that the model replaces with image features."""
+        """`token_id` is the token that the model replaces with image features."""
         self._arguments = processor_class, image_processor, tokenizer, settings, token_id
         self._processor = _build_processor(processor_class, image_processor, tokenizer, settings)
         self._images = image_processor
@@ -63,9 +63,9 @@ class ImageReader:
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
     def build_edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
-        """Return the replacement of each image placeholder in a text, and whether any image is animated.
+        """Return the replacement for each image placeholder in a text, and whether any image is animated.
 
-        Raises UserError for an image that cannot be read, and a text with more or fewer placeholders than images.
+        Raises UserError if an image cannot be read, or if the text has more or fewer placeholders than images.
         """
         starts = [match.start() for match in re.finditer(re.escape(self.token), text)]
         if len(starts) != len(stored):
@@ -83,13 +83,13 @@ class ImageReader:
         """Return a model's inputs for images, in order, except token ids. `dtype` is the model's dtype."""
         images = [decode_image(*self._read(image, "an image of the data")) for image in stored]
         inputs, _ = self._process_images(images, "a batch")
-        if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's, which its tower does not convert
+        if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's pixels, which its tower does not convert
             inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
         unused = {*self._processor.unused_input_names, "num_patches"}
         return {name: value for name, value in inputs.items() if name not in unused}
 
     def mark_image_tokens(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return 1 for image tokens, else 0."""
+        """Return an int64 tensor that is 1 at image tokens, otherwise 0."""
         return torch.isin(ids, torch.tensor(self.token_ids)).long()
 
     def build_dummy(self) -> Sample:
@@ -120,7 +120,7 @@ class ImageReader:
 
 
 def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any]) -> Any:
-    """Build a processor without its video and audio parts, which need packages that training does not."""
+    """Build a processor without its video and audio parts, which need packages that training does not need."""
     skip_check = {"check_argument_for_proper_class": lambda self, name, part: None}
     parts = dict.fromkeys(processor_class.get_attributes())
     parts |= {"image_processor": image_processor, "tokenizer": tokenizer}
@@ -133,7 +133,7 @@ def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any,
 
 
 def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tuple[str, list[Span]]:
-    """Apply replacements in order. Return the text, and its spans without the replaced parts."""
+    """Apply replacements in order, and return the new text and its spans without the replaced parts."""
     pieces, remaining, last, shift = list[str](), list[Span](), 0, 0
     for start, end, new in [*edits, (len(text), len(text), "")]:
         pieces += [text[last:start], new]
@@ -148,7 +148,7 @@ def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tu
 
 @dataclass(frozen=True)
 class PromptImages:
-    """Holds the images of a prompt, in order (see `store_image`)."""
+    """A prompt's images, in order (see `store_image`)."""
 
     reader: ImageReader
     stored: tuple[bytes, ...]
@@ -170,7 +170,7 @@ class ImageInputs:
     dtype: torch.dtype
     """The model's dtype."""
     type_name: str | None
-    """Argument of the model that is 1 at image tokens."""
+    """Model argument that is 1 at image tokens; None if it is not needed."""
     window: int
     """Sliding-window size in tokens, for models with `type_name`."""
     in_all_layers: bool
@@ -203,14 +203,14 @@ class ImageInputs:
         if self.rope is not None:
             assert grids is not None
             positions = self._compute_positions(batch_ids, position_ids, rows, grids)
-            # transformers finds the documents of a pack by the text positions, an additional first row.
+            # transformers finds a pack's documents from the text positions, which are an additional first row.
             inputs["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
         return inputs
 
     def _build_masks(self, types: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return masks [B, 1, L, L] of packs, by layer type: causal in a document, bidirectional in an image.
+        """Return masks [B, 1, L, L] for packs, by layer type: causal in a document, bidirectional in an image.
 
-        In layers with a sliding window, transformers (5.23.0) misplaces the images of later documents.
+        They replace the masks of transformers (5.23.0), which misplaces images of later documents in sliding windows.
         """
         document, is_image = (positions == 0).cumsum(-1), types.bool()
         begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]

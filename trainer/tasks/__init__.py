@@ -1,1 +1,1 @@
-"""The model-specific parts of training: language and image models."""
+"""The model-specific parts of training, for language and image models."""

@@ -87,7 +87,7 @@ def _apply_metric(name: str, metric: Metric, question: Question, answer: str) ->
 
 
 def build_metric(name: str, settings: EvaluationSection) -> Metric:
-    """Build a metric of `evaluation.metrics`. Raises UserError if it cannot be loaded."""
+    """Build a metric named in `evaluation.metrics`. Raises UserError if it cannot be loaded."""
     if (package := PACKAGES.get(name)) and find_spec(package) is None:
         raise UserError(f"evaluation.metrics={name}: needs {package}, which is not installed; pip install {package}")
     if name == "exact_match":
@@ -158,8 +158,8 @@ def _match_calls(prompt: str, answer: str, expected: str) -> float | None:
 def find_tool_calls(text: str) -> list[str]:
     """Return the tool calls in an answer, as sorted JSON of name and arguments.
 
-    Finds JSON objects with a name and arguments or parameters, possibly nested (most chat templates),
-    NAME[ARGS]{...} (Mistral), and <function=NAME><parameter=...> (Qwen3-Coder).
+    Supported formats: JSON objects with a name and arguments or parameters, possibly nested (most chat templates);
+    NAME[ARGS]{...} (Mistral); <function=NAME><parameter=...> (Qwen3-Coder).
     """
     calls = [(name, dict(_XML_ARGUMENT.findall(body))) for name, body in _XML_CALL.findall(text)]
     decoder, at = json.JSONDecoder(), 0

@@ -45,9 +45,9 @@ from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
 EXAMPLES = 3
-"""Number of training examples on the report page."""
+"""Number of training examples in the HTML report."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
-"""Maps `training.loss` to the setting of its parameter."""
+"""Maps values of `training.loss` to the settings that contain their parameters."""
 
 
 class LanguageTask(Task):
@@ -76,7 +76,7 @@ class LanguageTask(Task):
         self._first_scores = Scores({}, {}, set())
         self._images: ImageInputs | None = None
         self.shares_prompts = False
-        """Whether the prompt of a pair is computed once."""
+        """Whether the prompt of a pair is computed only once."""
 
     @property
     def _any_token(self) -> int:
@@ -104,7 +104,7 @@ class LanguageTask(Task):
         assert self._prepared.images is not None
         every_rank = self._config.zero.stage == 3 or trains_images(model)
         self._images = build_image_inputs(self._prepared.images, model, every_rank=every_rank)
-        # varlen attention has no masks for image tokens, and the vision tower would get the documents' bounds.
+        # varlen attention has no masks for image tokens, and the vision tower would receive the documents' bounds.
         if self._images.type_name is not None or not self._config.vision.cache:
             disable_varlen(model)
 
@@ -220,7 +220,7 @@ class LanguageTask(Task):
 
     @staticmethod
     def pair_loss(model: Any, config: RunConfig) -> Any:
-        """Return the loss that measures a finished run's pairs (`measure_pairs`); only for tasks that have pairs."""
+        """Return the loss for evaluating a finished run's pairs with `measure_pairs`; only for tasks with pairs."""
         raise NotImplementedError  # `zerolora eval` only calls it for preference and reward
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
@@ -238,7 +238,7 @@ class LanguageTask(Task):
         for raw in self._prepared.sample_prompts:
             ids, prompt = encode_prompt(tokenizer, self._config.dataset, raw, form), format_prompt(raw)
             [answer] = generate_greedy_answers(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
-            # The answers before training have scrolled off the console: repeat them.
+            # Repeat the answers from before training, which have scrolled off the console.
             earlier = self._last_answers.get(prompt)
             before = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"
             self._last_answers[prompt] = answer
@@ -261,7 +261,7 @@ class LanguageTask(Task):
 
     @classmethod
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
-        """Raise UserError for data of another task; return warnings."""
+        """Return warnings about the data. Raises UserError if it is for another task."""
         if stats.desirable + stats.undesirable:
             raise UserError(
                 f"task={config.task}: dataset has answers labeled true or false; set task: preference and "

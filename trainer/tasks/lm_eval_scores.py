@@ -1,4 +1,4 @@
-"""Measure lm-eval scores of the model in memory, with all ranks.
+"""Compute lm-eval scores for the model in memory, on all ranks.
 
 Every rank runs lm-eval on all documents, but computes only some of the batches and receives the other results. The
 batches are the same as on one rank, so the number of ranks does not change a score. All ranks compute the same number
@@ -32,7 +32,7 @@ PYTHON_SEED, SEED = 0, 1234
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores by TASK/METRIC, or TASK/METRIC/FILTER if the task has several filters."""
+    """Scores by TASK/METRIC or, for filters other than lm-eval's default, by TASK/METRIC/FILTER."""
 
     values: dict[str, float]
     errors: dict[str, float]
@@ -42,7 +42,7 @@ class Scores:
 
 @cache
 def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
-    """Load lm-eval's tasks and groups with their data. Raises UserError if a task cannot be loaded."""
+    """Load lm-eval tasks and groups with their data. Raises UserError if a task cannot be loaded."""
     check_task_names(names)
     files = [name for name in names if name.endswith(".yaml")]
 
@@ -50,7 +50,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_defaults=len(files) < len(names))  # the index of all tasks takes seconds
+    manager = TaskManager(include_defaults=len(files) < len(names))  # indexing all tasks takes seconds
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
         if name not in files and not manager.match_tasks([name]):
@@ -74,7 +74,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
 class _Model:
     """The model interface that lm-eval calls; not an nn.Module, since lm-eval would tie its weights again.
 
-    It truncates the vocabulary to the tokenizer's `tokens`, as lm-eval does for adapters.
+    It truncates the vocabulary to `tokens`, the tokenizer's size, as lm-eval does for adapters.
     """
 
     def __init__(self, module: Any, device: torch.device, tokens: int, *, synced: bool) -> None:
@@ -94,7 +94,7 @@ class _Model:
 
 
 class TaskScores:
-    """Measures the scores of a model, as `lm_eval run --model hf` does."""
+    """Computes a model's scores as `lm_eval run --model hf` does."""
 
     def __init__(self, settings: EvaluationSection, tokenizer: Any, batch_size: int, ranks: Ranks) -> None:
         """Load the tasks. Raises UserError if a task cannot be loaded."""
@@ -103,9 +103,9 @@ class TaskScores:
         self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding
 
     def measure(self, module: Any, device: torch.device, *, synced: bool = False, errors: bool = False) -> Scores:
-        """Return the scores of a model in evaluation mode, with standard errors if `errors`; a collective call.
+        """Return the scores of a model in evaluation mode, with standard errors if `errors` is set; a collective call.
 
-        With `synced`, all ranks generate until the last one has finished, as ZeRO-3 requires.
+        With `synced`, all ranks generate until the last one has finished, which ZeRO-3 requires.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -174,18 +174,18 @@ def _use_lm_eval_seeds() -> Iterator[None]:
 
 @replaces("`Collator`, which batches requests")
 def _share_batches(ranks: Ranks) -> Any:
-    """Return a context in which each rank computes some of lm-eval's batches and gets all results."""
+    """Return a context in which each rank computes some of lm-eval's batches and receives all results."""
     if ranks.world_size == 1:
         return nullcontext()
 
     from lm_eval.models import huggingface
 
     class SharedBatches(huggingface.Collator):
-        """Yields the batches of this rank; `_reorder_indices` are the positions of their results."""
+        """Yields this rank's batches; `_reorder_indices` are the positions of their results."""
 
         def get_batched(self, n: int = 1, batch_fn: Any = None) -> Iterator[Any]:
             batches = list(super().get_batched(n, batch_fn))
-            # Empty if requests are grouped by context: then `get_cache` adds the positions of a result.
+            # Empty if requests are grouped by context; `get_cache` then adds the positions of each result.
             positions = iter(self._reorder_indices)
             local = deal_batches([(batch, list(islice(positions, len(batch)))) for batch in batches], ranks)
             self._reorder_indices: list[int] = [position for _, positions in local for position in positions]

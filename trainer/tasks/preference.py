@@ -1,7 +1,7 @@
 """Preference training of language models on pairs of a chosen and a rejected answer (DPO and similar losses).
 
-Both answers are documents of the same batch or pack, so one pass computes them. The reference is the same model with
-its adapter disabled: it takes a second forward pass without gradients, in each step or once, but no extra memory.
+Both answers are documents in the same batch or pack, so one pass computes them. The reference is the same model with
+its adapter disabled: it needs a second forward pass without gradients, in each step or once, but no extra memory.
 """
 
 import math
@@ -45,8 +45,8 @@ PAIR_METRICS = (
 )
 """Metrics averaged over pairs, with TRL's names; rewards are beta (log p - log p_ref) in nats."""
 TOKEN_METRICS = ("entropy", "kl_bits")
-"""Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and its divergence from the
-reference in bits, if each step computes the reference from the input of the head."""
+"""Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and, if each step computes the
+reference from the head's input, its divergence from the reference in bits."""
 PAIRS, LABELED = "pairs of a chosen and a rejected answer", "answers labeled true or false (dataset.fields.label)"
 MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""
@@ -65,12 +65,12 @@ class PairSums:
         self.add(torch.stack(sums), training=training)
 
     def take(self, *, training: bool) -> list[float]:
-        """Return and reset the sums over all ranks; empty if nothing was added. Every rank must call it."""
+        """Return and reset the sums over all ranks; empty if nothing was added. This is a collective call."""
         sums = self._sums.pop(training, None)
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
     def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
-        """Return and reset the averages over all pairs, with `names` in order; a collective call."""
+        """Return and reset the averages over all pairs, by name; a collective call."""
         if not (sums := self.take(training=training)):
             return {}
         prefix = "train" if training else "eval"
@@ -79,9 +79,9 @@ class PairSums:
 
 class PreferenceLoss(TokenLoss):
     answers = 2
-    """Documents per row that count as answers; mismatched answers do not."""
+    """Number of documents per row that count as answers; mismatched answers do not."""
     unit = "pairs"
-    """Meaning of the columns of `measure_pairs`."""
+    """Plural noun for the columns of `measure_pairs`, used as a key in eval results."""
     keeps_adapter = False
     """Whether the cached reference includes the adapter that training starts from."""
 
@@ -95,25 +95,25 @@ class PreferenceLoss(TokenLoss):
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         assert isinstance(batch, PairBatch)
         _, losses = self._score_pairs(model, batch, device)
-        # Ranks that share a pair all have its scores: each returns a fraction of its loss.
+        # All ranks that share a pair have its scores, so each one returns a fraction of its loss.
         return losses.sum() / (1 if batch.sequence is None else batch.sequence.size)
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return loss, accuracy and reward margin of every pair [3, P], fp32; a tie has accuracy 0.5."""
+        """Return the loss, accuracy and reward margin for every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores, losses = self._score_pairs(model, batch, device)
         chosen, rejected = scores.ratios
         margins = self._settings.beta * (chosen - rejected)
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of the batch's pairs and their losses [P]. Record metrics."""
+        """Return the log-probabilities of the batch's pairs and their losses [P], and record metrics."""
         needed = self.has_reference and batch.reference is None
         return self.score(*self.measure(model, batch, device, with_reference=needed), batch)
 
     def measure(
         self, model: Any, batch: MicroBatch, device: torch.device, *, with_reference: bool
     ) -> tuple[torch.Tensor, bool]:
-        """Return the result of `measure_by_token`, with BASE_LOSS if requested, and whether it includes DIVERGENCE."""
+        """Return `measure_by_token`'s result, with BASE_LOSS if requested, and whether it includes DIVERGENCE."""
         states, base = None, None
         if with_reference and self.is_in_chunks(batch, device):
             states = self.compute_base_states(model, batch, device)
@@ -125,7 +125,7 @@ class PreferenceLoss(TokenLoss):
         return measures, states is not None
 
     def score(self, measures: torch.Tensor, has_divergence: bool, batch: PairBatch) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of pairs and their losses [P], given the result of `measure`. Record metrics."""
+        """Return the log-probabilities and losses [P] of pairs, given the result of `measure`, and record metrics."""
         counts, device, reference = batch.document_targets, measures.device, measures.new_zeros(1)
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
@@ -180,17 +180,17 @@ class PreferenceLoss(TokenLoss):
 
 
 class KtoLoss(PreferenceLoss):
-    """KTO (Ethayarajh et al. 2024), summed over labeled answers. A row's second document has a mismatched answer.
+    """KTO (Ethayarajh et al. 2024), summed over labeled answers. Each row's second document has a mismatched answer.
 
-    The baseline is the mean of log p - log p_ref over the mismatched answers of this micro-step on all ranks, clamped
-    at 0 and detached.
+    The baseline is the mean of log p - log p_ref over all ranks' mismatched answers in this micro-step, detached and
+    clamped to at least 0.
     """
 
     unit = "answers"
     answers = 1
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return loss, accuracy and margin of every answer [3, P].
+        """Return the loss, accuracy and margin for every answer [3, P].
 
         The margin is beta (log p - log p_ref - baseline), negated for undesirable answers.
         """
@@ -224,7 +224,7 @@ class KtoLoss(PreferenceLoss):
         self._sums.add(sums, training=training)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages over the answers of each label since the last call, and the mean baseline, in nats."""
+        """Return the averages over the answers with each label since the last call, and the mean baseline, in nats."""
         metrics = self._tokens.take_averages(TOKEN_METRICS, training=training)
         if not (sums := self._sums.take(training=training)):
             return metrics
@@ -251,7 +251,7 @@ def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
 
 
 def _read_labels(batch: PairBatch) -> torch.Tensor:
-    """Return whether the first answer of each row is desirable, bool [P]. Batches store this as its weight."""
+    """Return whether the first answer of each row is desirable, bool [P]. Batches encode this as its loss weight."""
     counts = batch.document_targets
     firsts = (counts.cumsum(0) - counts)[::2]
     return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
@@ -269,7 +269,7 @@ def _weigh_tokens(counts: torch.Tensor, beyond: float) -> torch.Tensor:
 def check_answers(
     config: RunConfig, stats: DataStats, needed: str, check_labels: Callable[[DataStats, str], None]
 ) -> None:
-    """Raise UserError if a record is not one of `needed`; call `check_labels` for each part of the data with pairs."""
+    """Raise UserError unless all records are pairs, described by `needed`; call `check_labels` on parts with pairs."""
     for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
         if part.pairs:
             check_labels(part, label)
@@ -281,7 +281,7 @@ def check_answers(
 
 
 def _check_labels(loss: str, part: DataStats, label: str) -> None:
-    """Raise UserError unless the loss suits the data: `kto` for labeled answers with both labels, others for pairs."""
+    """Raise UserError unless the loss suits the data: `kto` needs answers with both labels, other losses need pairs."""
     labeled = part.desirable + part.undesirable
     if loss != "kto" and labeled:
         raise UserError(
@@ -325,7 +325,7 @@ class PreferenceTask(LanguageTask):
 
     @staticmethod
     def pair_loss(model: Any, config: RunConfig) -> PreferenceLoss:
-        """Return the loss of a finished run's pairs, with the reference computed in each step."""
+        """Return the loss for evaluating a finished run's pairs, with the reference computed in each step."""
         settings = config.preference
         if settings.reference == "cached":
             settings = settings.model_copy(update={"reference": "step"})
@@ -349,7 +349,7 @@ class PreferenceTask(LanguageTask):
         return list(examples.items())
 
     def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
-        """Check the attention of the model, share prompts, and cache the reference, as configured."""
+        """Check the model's attention, share prompts, and cache the reference, as configured."""
         super().check_trainable(engine, loss, varlen=varlen)
         assert isinstance(loss, PreferenceLoss)
         self.shares_prompts = self._share_prompts(engine, loss)
@@ -359,7 +359,7 @@ class PreferenceTask(LanguageTask):
                 samples.reference = self._compute_reference(engine, loss, samples)
 
     def _share_prompts(self, engine: Engine, loss: PreferenceLoss) -> bool:
-        """Share the prompts of pairs if the settings, the data and the model allow it; a collective call."""
+        """Share prompts within pairs if possible, and return whether they are shared; a collective call."""
         config, samples = self._config, self._prepared.data.train
         requested = config.preference.share_prompt
         saved = measure_savings(samples) if isinstance(samples, Samples) and requested else 0.0

@@ -1,7 +1,7 @@
-"""Losses of preference pairs, with TRL's names, as functions of the answers' log-probabilities.
+"""Losses on preference pairs, with TRL's names, as functions of the answers' log-probabilities.
 
 Legend: P pairs; log p(y) the sum of the log-probabilities of an answer's tokens, n(y) their number,
-h(y) = log p(y) - log p_ref(y). In `LOSSES`, c and r are beta h of the chosen and the rejected answer, p the settings.
+h(y) = log p(y) - log p_ref(y). In `LOSSES`, c and r are beta h for the chosen and the rejected answer, p the settings.
 """
 
 import math
@@ -17,7 +17,7 @@ from trainer.config.task_sections import PreferenceSection
 
 @dataclass(frozen=True)
 class PairScores:
-    """Log-probabilities in nats and token counts of the answers of P pairs, fp32 [P]."""
+    """Log-probabilities (in nats) and token counts of the answers in P pairs, each fp32 [P]."""
 
     chosen: Tensor
     rejected: Tensor
@@ -28,7 +28,7 @@ class PairScores:
 
     @property
     def ratios(self) -> tuple[Tensor, Tensor]:
-        """Log-ratios h of the chosen and the rejected answer."""
+        """Log-ratios h for the chosen and the rejected answer."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
@@ -91,7 +91,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, PairScores, PreferenceSection], Tens
     "apo_down": lambda c, r, scores, p: c.sigmoid() + (r - c).sigmoid(),
     # Lu et al. 2024
     "discopop": lambda c, r, scores, p: _compute_discopop_loss(c - r, p.discopop_tau),
-    # Xu et al. 2024: DPO's loss without a reference, and the loss of the chosen answer
+    # Xu et al. 2024: DPO's loss without a reference, plus the loss on the chosen answer
     "cpo": lambda c, r, scores, p: (
         _compute_smoothed_loss(p.beta * (scores.chosen - scores.rejected), p.label_smoothing) - scores.means[0]
     ),
@@ -99,7 +99,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, PairScores, PreferenceSection], Tens
     "simpo": lambda c, r, scores, p: _compute_smoothed_loss(
         p.beta * (scores.means[0] - scores.means[1]) - p.gamma, p.label_smoothing
     ),
-    # Hong et al. 2024: the loss of the chosen answer, and beta times the odds-ratio loss
+    # Hong et al. 2024: the loss on the chosen answer, plus beta times the odds-ratio loss
     "orpo": lambda c, r, scores, p: _compute_orpo_loss(scores, p.beta),
     # Pang et al. 2024 (RPO's second term): -log p(c) / n(c)
     "sft": lambda c, r, scores, p: -scores.means[0],

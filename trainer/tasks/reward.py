@@ -21,10 +21,10 @@ REWARDS = PAIR_METRICS[:4]
 
 
 class RewardLoss(TokenLoss):
-    """Computes sum over pairs -log sigmoid(r_chosen - r_rejected - margin); r: score at an answer's last token."""
+    """Computes the Bradley-Terry loss on the scores at the answers' last tokens, summed over pairs."""
 
     unit = "pairs"
-    """Meaning of the columns of `measure_pairs`."""
+    """Plural noun for the columns of `measure_pairs`, used as a key in eval results."""
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         super().__init__(module, **options)
@@ -40,7 +40,7 @@ class RewardLoss(TokenLoss):
         return self.compute_pair_losses(scores, batch.margins).sum()
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:
-        """Return loss, accuracy and margin of every pair [3, P], fp32; a tie has accuracy 0.5."""
+        """Return the loss, accuracy and margin for every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores = self.score_answers(model, batch, device)
         margins = scores[:, 0] - scores[:, 1]
         return torch.stack([self.compute_pair_losses(scores, batch.margins), (margins.sign() + 1) / 2, margins])
@@ -53,13 +53,13 @@ class RewardLoss(TokenLoss):
         return scores.view(-1, 2)
 
     def compute_pair_losses(self, scores: Tensor, margins: Tensor | None) -> Tensor:
-        """Return the loss of each pair [P] from scores [P, 2] and margins [P]."""
+        """Return -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2 for each pair [P]."""
         chosen, rejected = scores.unbind(1)
         margin = 0.0 if margins is None else to_device(margins, scores.device)
         return -logsigmoid(chosen - rejected - margin) + self._center * (chosen + rejected).square()
 
     def compute_logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the score of every position [B, L, 1], and targets [B, L], on the device."""
+        """Return the score at every position [B, L, 1] and the targets [B, L], on the device."""
         scores = self._score(model, batch, device, lambda hidden: hidden.flatten(0, 1))
         return scores.view(*batch.input_ids.shape, 1), to_device(batch.targets, device)
 
@@ -80,7 +80,7 @@ class RewardLoss(TokenLoss):
         return selected_scores[0].float()
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages of REWARDS over all pairs since the last call; a collective call."""
+        """Return the averages of the REWARDS metrics over all pairs since the last call; a collective call."""
         return self._sums.take_averages(REWARDS, training=training)
 
 

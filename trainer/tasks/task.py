@@ -1,4 +1,4 @@
-"""Define the interface that a run uses to train a kind of model: language.py and images/task.py implement it."""
+"""The interface through which a run trains any kind of model; implemented in language.py and images/task.py."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,10 +30,10 @@ class Batch(Protocol):
 class BatchSource(Protocol):
     @property
     def samples_per_epoch(self) -> int | None:
-        """Number of samples over all ranks; None for a stream, which is one endless epoch."""
+        """Number of samples across all ranks; None for a stream, which is one endless epoch."""
 
     def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
-        """Return this rank's micro-batches of the step at sample `offset`, and the step's sample count on all ranks."""
+        """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks."""
 
 
 class StepLoss(Protocol):
@@ -41,10 +41,10 @@ class StepLoss(Protocol):
 
     @property
     def balancing(self) -> torch.Tensor | float:
-        """Load-balancing loss of the router, added in training."""
+        """The router's load-balancing loss, which is added in training."""
 
     def values(self, *, training: bool = True) -> dict[str, float]:
-        """Return additional metrics of training or evaluation since the last call; a collective call."""
+        """Return additional training or evaluation metrics since the last call; a collective call."""
         return {}
 
     def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
@@ -58,7 +58,7 @@ class Task(Protocol):
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""
     formats: ClassVar[tuple[str, ...]]
-    """Formats of `zerolora export`."""
+    """Formats supported by `zerolora export`."""
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Commands that do not support this kind of adapter, with the reason and a fix (trainer/setup/kinds.py)."""
     predicts_time: ClassVar[bool] = False
@@ -66,13 +66,13 @@ class Task(Protocol):
     sample_every: int = 0
     """Steps between samples during training; 0 for none."""
     flat_packs: bool = False
-    """Whether packed sequences are one row without padding; known after `check_trainable`."""
+    """Whether packed sequences are one row without padding; set by `check_trainable`."""
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
-        """Load the frozen model onto the device, partitioned on the fly at stage 3."""
+        """Load the frozen model onto the device, partitioned on the fly at ZeRO stage 3."""
 
     def must_keep_embeddings(self) -> bool:
-        """Return whether the per-layer all-gather must leave embedding and head unsharded."""
+        """Return whether the per-layer all-gather must leave the embedding and the head unsharded."""
         return False
 
     def added_tokens(self) -> list[int]:
@@ -83,7 +83,7 @@ class Task(Protocol):
         """Run a forward pass on the smallest input that the model accepts."""
 
     def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
-        """Build the loss of this model, before the engine starts."""
+        """Build the loss for a model; called before the engine is created."""
 
     def check_trainable(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
         """Check the running model before the first step. Raises UserError if it cannot be trained as configured."""
@@ -99,31 +99,31 @@ class Task(Protocol):
         """Return this rank's batches of held-out data; every rank has the same number."""
 
     def scores(self, engine: Engine, *, base: bool = False) -> Scores:
-        """Measure the scores of the `evaluation` section, of the base model if `base`; a collective call."""
+        """Compute the scores configured in `evaluation`, for the base model if `base` is set; a collective call."""
         return Scores({}, {}, set())
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
         return {}
 
     def meter(self, model: Any) -> Any:
-        """Return a meter of the model's FLOPs; None if the FLOPs or the GPU's peak are unknown."""
+        """Return a meter for the model's FLOPs; None if the FLOPs or the GPU's peak are unknown."""
         return None
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and save them in the run's `folder`; a collective call.
 
-        `when` is before, after, or step-N.
+        `when` is "before", "after" or "step-N".
         """
 
     def companion_files(self) -> Callable[[Path], None]:
-        """Return a function that writes the files needed next to saved weights; rank 0 only.
+        """Return a function that writes the files that accompany saved weights; rank 0 only.
 
-        The function may be called from a thread while training continues; this method may not.
+        The function may be called in another thread while training continues; this method may not.
         """
 
     @classmethod
     def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
-        """Return the model card of a finished run with these metrics.
+        """Return the model card for a finished run with these metrics.
 
         `name` is the adapter's repository (owner/name) or the absolute path of its folder.
         """

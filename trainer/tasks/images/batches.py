@@ -1,7 +1,7 @@
-"""Micro-batches of images: the same global batch, noise and times on any number of ranks.
+"""Micro-batches of images: the same global batches, noise and timesteps on any number of ranks.
 
-All random choices for an image (noise, time, flip, dropped caption) depend only on the seed, the epoch and its position
-in the epoch, so a resumed run, or a run on a different number of ranks, makes the same choices.
+All random choices for an image (noise, timestep, flip, dropped caption) depend only on the seed, the epoch and the
+image's position in the epoch, so they are the same in a resumed run or on a different number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,16 +25,16 @@ _EVALUATION, _PRIOR, _TRAINING = 1, 2, 3
 
 @dataclass(frozen=True)
 class SizeGroup:
-    """Images of one size as fp32 tensors on the host."""
+    """Images of one size, as tensors on the host."""
 
     latents: Tensor
-    """[B, C, H, W]."""
+    """Latents [B, C, H, W]."""
     noise: Tensor
     times: Tensor
-    """Times [B] in [0, 1], relative to the scheduler's range of timesteps."""
+    """Timesteps [B] in [0, 1], as fractions of the scheduler's range."""
     conditions: Conditions
     weights: Tensor
-    """Weights [B] of the images' losses; 0 for padding."""
+    """Loss weights [B]; 0 for padding."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,10 @@ class ImageBatch:
     tokens: int
     """Number of images."""
     target_count: int
-    """Number of images by which the loss is divided, without class images."""
+    """Number of images by which the loss is divided, excluding class images."""
 
     @property
     def target_weight(self) -> float:
-        """The divisor of the loss."""
         return self.target_count
 
 
@@ -63,9 +62,9 @@ class _Row:
 
 
 class ImageBatches(GlobalBatches):
-    """This rank's part of every global batch of images.
+    """Provides this rank's part of every global batch of images.
 
-    A global batch has images of one size if possible; the remaining images of an epoch form mixed batches.
+    A global batch has images of one size if possible; an epoch's remaining images form mixed batches.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class ImageBatches(GlobalBatches):
         return len(self.samples)
 
     def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
-        """Return this rank's micro-batches of the step at image `offset`, and the step's image count on all ranks."""
+        """Return this rank's micro-batches for the step starting at `offset`, and its image count across all ranks."""
         selected = self.order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
@@ -133,7 +132,7 @@ class ImageBatches(GlobalBatches):
                 self._build_row(self.prior, int(position) % len(self.prior), epoch, int(position), _PRIOR, weight)
                 for position in positions
             ]
-        if not rows:  # every rank runs the same number of micro-steps
+        if not rows:  # since every rank must run the same number of micro-steps
             rows = [self._build_row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
         return collate_images(rows, count, passes)
 
@@ -154,7 +153,7 @@ class ImageBatches(GlobalBatches):
 def iterate_evaluation_images(
     samples: ImageSamples, *, batch_size: int, rank: int, world_size: int
 ) -> Iterator[ImageBatch]:
-    """Yield the held-out images with fixed timesteps and noise; every rank has the same number of batches."""
+    """Yield this rank's batches of held-out images, with fixed timesteps and noise; all ranks get equally many."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)
@@ -181,7 +180,7 @@ def build_seeded_generator(*numbers: int) -> torch.Generator:
 
 
 def draw_order(samples: ImageSamples, epoch: int, *, together: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
-    """Return the permutation of the images in an epoch, for global batches of `together` images."""
+    """Return the order of the images in an epoch, for global batches of `together` images."""
     draw = np.random.default_rng([seed, epoch])
     order = draw.permutation(len(samples)) if shuffle else np.arange(len(samples))
     return group_by_size(order, samples.sizes, together, draw if shuffle else None)
@@ -190,7 +189,7 @@ def draw_order(samples: ImageSamples, epoch: int, *, together: int, seed: int, s
 def group_by_size(
     order: NDArray[np.int64], sizes: NDArray[np.int64], together: int, draw: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """Reorder images so that every `together` consecutive images have the same size; the remaining images come last."""
+    """Reorder images into runs of `together` images with the same size; the remaining images come last."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index in order.tolist():
         groups.setdefault((int(sizes[index, 0]), int(sizes[index, 1])), []).append(index)
@@ -209,8 +208,8 @@ def group_by_size(
 def collate_images(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
     """Group rows by size and stack them; the loss is divided by `count`.
 
-    Groups of zero weight are added to get `passes` groups: at stage 3 all ranks take part in the all-gathers of every
-    forward pass, so a rank with fewer passes would block the others.
+    Groups with zero weight are added until there are `passes` groups: at stage 3, all ranks take part in the
+    all-gathers of every forward pass, so a rank with fewer passes would block the other ranks.
     """
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:

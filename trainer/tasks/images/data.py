@@ -1,6 +1,6 @@
-"""Prepare images: cache the VAE's latents and the text encoders' outputs (conditions), keyed by content and settings.
+"""Cache image latents from the VAE and conditions (outputs) from the text encoders, keyed by content and settings.
 
-The VAE encodes an image as a mean and a standard deviation; training draws a new sample from them each time.
+The VAE encodes an image as a mean and a standard deviation, from which training draws a new sample each time.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ class ImageEntry:
     original: tuple[int, int]
     """Width and height before resizing."""
     crop: tuple[int, int]
-    """Left and top of the crop."""
+    """Left and top edges of the crop."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class PreparedImages:
 class _Plan:
     images: list[SourceImage]
     parts: dict[str, list[int]]
-    """{train, evaluation or prior: indices of images in order}."""
+    """Image indices, in order, for each part: train, evaluation and prior."""
     fits: list[ResizeAndCrop]
     captions: list[str]
     skipped: list[str]

@@ -35,9 +35,9 @@ def encode_images(
     flip: bool,
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write latents-N.safetensors and captions-N.safetensors, with one encoder in memory at a time.
+    """Write captions-N.safetensors and latents-N.safetensors; the text encoders are freed before the VAE is loaded.
 
-    Tensors: `I.mean`, `I.std` (and `I.flipped.mean` ...) [C, H, W] of image I, fp32; `I.NAME` of caption I, in the
+    Tensors: `I.mean`, `I.std` (and `I.flipped.mean` ...) [C, H, W] for image I, fp32; `I.NAME` for caption I, in the
     compute dtype of the text encoders (bf16 on a GPU).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,7 +109,7 @@ def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
 
 
 def image_to_tensor(image: Any) -> Tensor:
-    """Return the pixels of an image as [3, H, W] in [-1, 1]."""
+    """Return an image's pixels as a tensor [3, H, W] in [-1, 1]."""
     return torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1) / 127.5 - 1.0
 
 
@@ -129,7 +129,7 @@ def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _build_random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a random latent of the image's latent shape, seeded with its pixels, for a random pipeline."""
+    """Return the mean and the standard deviation of a random latent, seeded with the pixels, for a random pipeline."""
     small = torch.nn.functional.avg_pool2d(pixels[None], pipeline.downsampling)[0].mean(0, keepdim=True)
     generator = torch.Generator().manual_seed(int((small.double().sum() * 1e6).item()) % 2**31)
     mean = torch.randn(pipeline.channels, *small.shape[1:], generator=generator) + small

@@ -1,6 +1,6 @@
-"""The supported pipelines: how to encode captions and call the denoisers.
+"""The supported pipelines: how their captions are encoded and their denoisers are called.
 
-Shapes: B images, C channels, H and W height and width of latents, T tokens of a caption.
+Shapes: B images, C channels, H and W latent height and width, T caption tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +27,16 @@ class Family:
     scheduler: str
     """Class of the scheduler that adds noise in training."""
     patch: int
-    """Latent height and width must be multiples of this."""
+    """Required divisor of the latent height and width."""
     text_encoders: tuple[str, ...]
     guided: bool
     """Whether sampling uses a negative prompt (classifier-free guidance)."""
     encode: Callable[[Any, Sequence[str], torch.device], Conditions]
     """(pipeline, captions, device) -> conditions, each [B, ...]."""
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
-    """(denoiser, noisy latents [B, C, H, W], timesteps of the scheduler [B], conditions) -> prediction [B, C, H, W]."""
+    """(denoiser, noisy latents [B, C, H, W], scheduler timesteps [B], conditions) -> prediction [B, C, H, W]."""
     packed: int = 1
-    """Width of the square of VAE latents that is packed into the channels of one latent."""
+    """Side of the squares of VAE latents that are packed into the channels of one latent."""
 
     @property
     def flow(self) -> bool:
@@ -55,7 +55,7 @@ PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
 def _encode_captions(
     pipeline: Any, captions: Sequence[str], device: torch.device, *, indices: dict[str, int], **options: Any
 ) -> Conditions:
-    """Return the conditions at their `indices` in the result of diffusers' `encode_prompt`."""
+    """Return the conditions for captions, found at `indices` in the result of diffusers' `encode_prompt`."""
     encoded = pipeline.encode_prompt(list(captions), device=device, **options)
     return {name: encoded[index] for name, index in indices.items()}
 

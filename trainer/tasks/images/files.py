@@ -47,7 +47,7 @@ def write_for_diffusers(folder: Path) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the adapter's tensors, named by the pipeline's component and the layer."""
+    """Return the adapter's tensors, named by pipeline component and layer."""
     tensors: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
 

@@ -20,7 +20,7 @@ ATTENTION = ("attn", "attn1")
 
 
 class ModelConfigStub(SimpleNamespace):
-    """Holds the parts of a transformers configuration that other code reads."""
+    """The attributes of a transformers configuration that other code reads."""
 
     def get_text_config(self) -> "ModelConfigStub":
         return self
@@ -30,7 +30,7 @@ class ModelConfigStub(SimpleNamespace):
 
 
 class ImageModel(nn.Module):
-    """Holds the denoiser as a submodule, named as in the pipeline so that saved adapters have diffusers' names."""
+    """Wraps the denoiser in a submodule named as in the pipeline, so that saved adapters have diffusers' names."""
 
     base_model_prefix = ""
     """PEFT reads this attribute if submodules are transformers models."""

@@ -1,4 +1,4 @@
-"""Training objectives of image models (prediction of noise or velocity at random timesteps) and their loss.
+"""Training objectives for image models (prediction of noise or velocity at random timesteps) and their loss.
 
 epsilon         noisy = sqrt(a) x + sqrt(1 - a) e, target e                         SD 1.5, SDXL (Ho et al., 2020)
 v_prediction    target sqrt(a) e - sqrt(1 - a) x                                    (Salimans and Ho, 2022)
@@ -25,13 +25,13 @@ class NoisyBatch:
     noisy: Tensor
     target: Tensor
     times: Tensor
-    """Timesteps in the model's units [B]."""
+    """Timesteps [B] in the model's units."""
     weights: Tensor
-    """Weights of the squared errors [B]."""
+    """Weights [B] of the squared errors."""
 
 
 class Objective:
-    """The training objective of a run; moves the scheduler's tables to the device of the tensors."""
+    """A run's training objective: how timesteps are drawn and noise is added."""
 
     def __init__(self, pipeline: Pipeline, image: ImageSection) -> None:
         self._scheduler: Any = pipeline.build_training_scheduler(image)
@@ -62,7 +62,7 @@ class Objective:
         weights = torch.ones_like(index, dtype=torch.float32)
         if (gamma := self._image.min_snr_gamma) is not None:
             ratio = compute_snr(scheduler, index)
-            # For epsilon, min(SNR, gamma) / SNR; it is 1 at a final timestep without signal.
+            # For epsilon, min(SNR, gamma) / SNR, which is 1 at a final timestep without signal.
             weights = ratio.clamp(max=gamma) / (ratio + 1) if predicts_velocity else (gamma / ratio).clamp(max=1.0)
         return NoisyBatch(noisy, target, index, weights)
 
@@ -77,7 +77,7 @@ class Objective:
 
 
 class NoiseLoss(StepLoss):
-    """Computes sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
+    """Computes sum_b w_b mean((prediction_b - target_b)^2) in fp32; w includes min-SNR weights in training only."""
 
     balancing = 0.0
 

@@ -1,4 +1,4 @@
-"""The diffusers pipeline of a run: its folder, family, and the settings of its denoiser and scheduler."""
+"""A run's diffusers pipeline: its folder, its family, and the settings of its denoiser and scheduler."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,13 @@ SHAPES_FILE = Path(__file__).with_name("published_shapes.yaml")
 
 @dataclass(frozen=True)
 class PublishedShape:
-    """An entry of published_shapes.yaml: settings of a denoiser and its scheduler, and the shapes of the inputs."""
+    """An entry in published_shapes.yaml: settings of a denoiser and its scheduler, and the shapes of their inputs."""
 
     family: str
     settings: dict[str, Any]
     scheduler: dict[str, Any]
     channels: int
-    """Channels of the latents."""
+    """Number of latent channels."""
     text: dict[str, Sequence[int]]
     """Shapes of a caption's conditioning tensors, by name."""
 
@@ -47,7 +47,7 @@ def load_shapes() -> dict[str, PublishedShape]:
 
 
 def find_published_shape(base_model: str) -> tuple[PublishedShape, dict[str, Any]] | None:
-    """Return the shape named by `random:SHAPE,key=value,...` and its changed settings; None for other names."""
+    """Return the shape in `random:SHAPE,key=value,...`, and its settings with these changes; None for other names."""
     if not is_random(base_model):
         return None
     name, changes = parse_name(base_model)
@@ -81,7 +81,7 @@ class Pipeline:
     scheduler_settings: dict[str, Any]
     folder: Path | None
     channels: int
-    """Channels of the latents."""
+    """Number of latent channels."""
     downsampling: int
     """Pixels per latent, in each direction."""
     text: dict[str, Sequence[int]]
@@ -89,7 +89,7 @@ class Pipeline:
 
     @property
     def size_multiple(self) -> int:
-        """Number of pixels of which image width and height must be multiples."""
+        """Required divisor of the image width and height, in pixels."""
         return self.downsampling * self.family.patch
 
     @property
@@ -155,7 +155,7 @@ class Pipeline:
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
     def convert_read_errors(self, what: str) -> AbstractContextManager[None]:
-        """Convert exceptions from file-reading libraries to UserErrors."""
+        """Return a context that converts exceptions raised while reading `what` into UserErrors."""
         return _convert_read_errors(f"base_model={self.base_model}", what)
 
     @cached_property
@@ -221,7 +221,7 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
 
 
 def _check_parts(folder: Path, components: dict[str, Any], family: Family, prefix: str) -> None:
-    """Raise UserError if a component that the index names is missing."""
+    """Raise UserError if a component listed in the index is missing."""
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
     for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):
         part = components.get(name)
@@ -262,7 +262,8 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
 def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
     """Return the pipeline that completes a single weights file, and whether the file has more than the denoiser.
 
-    The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. None for other models.
+    The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. Returns None for
+    other models.
     """
     if not _is_single_file(file := Path(base_model).expanduser()):
         return None
@@ -278,7 +279,8 @@ def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tupl
 def _convert_single_file(file: Path, section: ModelSection, source: str, *, is_whole: bool) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
-    Settings and tokenizers come from the pipeline `source`, and all other components if the file only has the denoiser.
+    Settings and tokenizers come from the pipeline `source`; if the file contains only the denoiser, so do all other
+    components.
     """
     import diffusers
     import torch

@@ -1,4 +1,4 @@
-"""Check a run on images and prepare its data, before any weights of the denoiser are loaded."""
+"""Check an image run and prepare its data, before any denoiser weights are loaded."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ from trainer.tasks.images.sizes import check_sizes
 
 
 def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: object = None) -> PreparedRun:
-    """Check pipeline and settings, encode images and captions. Raises UserError for invalid settings or data."""
+    """Check the pipeline and settings, and encode the data. Raises UserError for invalid settings or data."""
     for mistake in _find_mistakes(config):
         raise UserError(mistake)
     log(f"checking the pipeline {config.base_model}")

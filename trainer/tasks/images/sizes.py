@@ -14,13 +14,13 @@ MAX_SIDE_RATIO = 2.0
 
 @dataclass(frozen=True)
 class ResizeAndCrop:
-    """Describes how an image is resized: scaled to cover the size, then center-cropped."""
+    """How an image is resized: scaled to cover the target size, then center-cropped."""
 
     width: int
     height: int
     scaled: tuple[int, int]
     crop: tuple[int, int]
-    """Left and top of the crop."""
+    """Left and top edges of the crop."""
 
     def apply(self, image: Image.Image) -> Image.Image:
         left, top = self.crop
@@ -29,7 +29,7 @@ class ResizeAndCrop:
 
 
 def list_bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
-    """Return (width, height) of all buckets: multiples of `bucket_step` with at most resolution^2 pixels."""
+    """Return the (width, height) of each bucket: multiples of `bucket_step` with at most resolution^2 pixels."""
     side, step = image.resolution, image.bucket_step
     if not image.buckets:
         return [(side, side)]

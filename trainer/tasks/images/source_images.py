@@ -43,12 +43,12 @@ class SourceImage:
     """Conversions that change the image's appearance: ON_WHITE, FIRST_FRAME, OTHER_COLORS."""
 
     def open(self) -> Image.Image:
-        """Decode the image as RGB, upright, on white if it is transparent. Raises UserError if it is damaged."""
+        """Decode the image as upright RGB; transparency becomes white. Raises UserError if the image is damaged."""
         return decode_image(_read_image_bytes(self.source, self.name), self.name)
 
 
 def read_images(source: SourceSection, label: str, caption: str | None) -> tuple[list[SourceImage], list[str]]:
-    """Return the images of a source in a fixed order, and a message for each kind of skipped file.
+    """Return a source's images in a fixed order, and a message for each kind of skipped file.
 
     `caption` is used for images without one. Raises UserError if an image is damaged or has no caption.
     """
@@ -70,7 +70,7 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
 
 
 def _list_visible_entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder without hidden files, which notebooks and file managers create."""
+    """Return all entries below a folder except hidden ones, which notebooks and file managers create."""
     entries = sorted(folder.rglob("*"))
     return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
@@ -103,7 +103,7 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
 
 
 def _read_caption(file: Path, default: str | None) -> str | None:
-    """Return the content of an image's text file; `default` if there is none. Raises UserError if it is unreadable."""
+    """Return the caption in an image's text file, or `default` if there is none. Raises UserError if unreadable."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def _read_caption(file: Path, default: str | None) -> str | None:
 
 
 def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
-    """Read captions by file name, like the `imagefolder` loader of datasets. `names` are the image files."""
+    """Return captions by file name, read like the `imagefolder` loader in datasets. `names` are the image files."""
     captions: dict[str, str] = {}
     for file, kind in METADATA.items():
         rows = read_raw_records([str(folder / file)], kind, prefix) if (folder / file).is_file() else ()

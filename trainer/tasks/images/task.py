@@ -1,4 +1,4 @@
-"""Training of image models: the denoiser predicts noise or velocity from noisy latents."""
+"""Train image models: the denoiser predicts noise or velocity from noisy latents."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -174,9 +174,9 @@ def generate_sample_images(
     device: torch.device,
     seed: int,
 ) -> list[Any]:
-    """Generate an image (PIL) for each prompt, always with the same seeds; a collective call.
+    """Generate a PIL image for each prompt, always with the same seeds; a collective call.
 
-    `captions` has the cached conditions of each prompt, and of the empty prompt for classifier-free guidance.
+    `captions` contains the cached conditions for each prompt, and for the empty prompt in classifier-free guidance.
     """
     model = engine.module.get_base_model()
     was_training = engine.module.training
@@ -203,7 +203,7 @@ def generate_sample_images(
 
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
-    """Build diffusers' pipeline with this denoiser, a VAE in fp32 and no text encoders."""
+    """Build diffusers' pipeline with this denoiser, an fp32 VAE and no text encoders."""
     sampler = pipeline.load_encoder_pipeline(
         torch.float32, text=False, vae=True
     )  # diffusers derives the latent size from the VAE
