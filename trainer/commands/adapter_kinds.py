@@ -1,4 +1,4 @@
-"""Merge, export and upload adapters of each kind of model."""
+"""Merge and export adapters of language and image models, and write the files to upload with them."""
 
 import shlex
 import shutil
@@ -52,7 +52,7 @@ class TextAdapter:
 
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
-        """Write the tokenizer files to upload with the adapter."""
+        """Write the tokenizer files to the upload folder."""
         write_files(tokenizer_files(load_saved_tokenizer(run)), folder)
 
 
@@ -84,7 +84,7 @@ class ImageAdapter:
 
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
-        """Write the adapter in diffusers' format and the final sample images, to upload with the adapter."""
+        """Copy the adapter in diffusers' format and the final sample images to the upload folder."""
         shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
         for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
             (folder / SAMPLES).mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ class ImageAdapter:
 
 
 def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-    """Write the merged model as a GGUF file (`ollama`: in a folder with a Modelfile); return lines to print."""
+    """Write the merged model as a GGUF file (`ollama`: a folder with it and its Modelfile); return lines to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
     model, tokenizer, values = build_merged(run)
@@ -130,7 +130,7 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> torch.dtype:
     """Write the pipeline with the adapter merged (W + s B A, computed in fp32 and rounded once); return its dtype.
 
-    The pipeline must be loaded with this dtype, as transformers and diffusers have different defaults.
+    The pipeline must be loaded with this dtype, because transformers and diffusers have different defaults.
     Raises UserError if `output` is not empty, or if the base model has random weights.
     """
     check_output(output)

@@ -49,7 +49,7 @@ def _check_no_run_in(output: Path) -> None:
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, deleted afterwards; `move_into_place` keeps results.
+    """Yield a temporary folder next to `output` and delete it afterwards; `move_into_place` saves results from it.
 
     Raises UserError if the folder cannot be created, and RuntimeError with the disk's free space if writing fails.
     """
@@ -75,7 +75,7 @@ def temporary_output(output: Path) -> Iterator[Path]:
 
 
 def move_into_place(finished: Path, output: Path) -> None:
-    """Rename a finished file or folder to `output`, replacing an empty folder; the umask sets its permissions."""
+    """Rename a finished file or folder to `output`, replacing an empty folder, with permissions from the umask."""
     apply_umask(finished)
     if output.is_dir():
         output.rmdir()

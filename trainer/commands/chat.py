@@ -51,7 +51,7 @@ class Conversation:
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> tuple[torch.Tensor, PromptImages | None]:
-        """Return the token ids [1, T] of the latest turns that leave room for an answer, and their images."""
+        """Return the token IDs [1, T] of the latest turns that leave room for an answer, and their images."""
         longest = get_context_length(self.model.config) or sys.maxsize
         room = min(self.sampling.max_new_tokens, longest // 4)  # a longer answer may be truncated
         recent = turns if self.prompt_form is None else turns[-1:]

@@ -2,8 +2,8 @@
 
 With `--network 50GB/s`, `--price 2.5` or `--card H100`, also estimate speed, time and cost.
 
-Needs neither a GPU nor weights: the model is built without them. Sequence lengths are taken from the data; if it cannot
-be read, every sequence counts as `dataset.max_length` tokens.
+Needs neither a GPU nor weights: the model is built without them. Sequence lengths come from the data; if the data
+cannot be read, every sequence counts as `dataset.max_length` tokens.
 """
 
 import json
@@ -37,7 +37,7 @@ MIN_GPU_MEMORY = GIB
 GPUS_PER_HOST = 8
 DEFAULT_GPU = "80GiB"
 DECISIONS = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
-"""Titles of the decisions that cost memory if they differ from their defaults."""
+"""Titles of the decisions that cost memory if they differ from the default."""
 
 
 def parse_memory(text: str, option: str = "--gpu-memory") -> int:
@@ -61,7 +61,7 @@ def build_report(
     sample = f"{planner.lengths.longest:,} tokens" if planner.has_sequences else pixels
     estimate = planner.estimate(resolved)
     table = planner.list_stages(resolved)
-    # Prefer a higher stage to offload, which costs more time.
+    # Prefer a higher stage to offloading, which is slower.
     fitting = [choice.config for choice in table if choice.needed <= memory]
     best = min(fitting, key=lambda config: config.zero.offload_optimizer + config.zero.offload_parameters, default=None)
     return {

@@ -1,9 +1,8 @@
-"""`zerolora eval RUN`: held-out loss of the base model with and without the adapter, with intervals.
+"""`zerolora eval RUN`: held-out loss of the base model with and without the adapter, with confidence intervals.
 
-Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile bootstraps
-(Efron, 1979) over documents, since the tokens of a document are not independent: documents are drawn with replacement,
-and the loss is computed from the drawn ones. Base and adapter use the same draws, so their difference has the interval
-of a paired comparison.
+Loss = sum of token losses / number of target tokens, in nats, over all documents. Intervals are percentile
+bootstrap intervals (Efron, 1979) over documents, because the tokens of a document are not independent: documents are
+resampled with replacement. Base and adapter use the same resamples, so the comparison is paired.
 """
 
 import argparse
@@ -103,7 +102,7 @@ def evaluate(
 
 
 def bootstrap(base: Losses, adapter: Losses, weights: Losses, *, resamples: int, seed: int) -> dict[str, Interval]:
-    """Return sum of values / sum of weights for base, adapter and difference, with 95 % intervals over documents."""
+    """Return sum(values) / sum(weights) for base, adapter and their difference, with 95 % bootstrap intervals."""
     generator = np.random.default_rng(seed)
     draws = np.empty((3, resamples))
     for index in range(resamples):
@@ -126,7 +125,7 @@ def _interval_to_json(name: str, values: Sequence[float]) -> dict[str, Any]:
 def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
-    """Return loss, accuracy and margin for base, adapter and difference, with intervals over pairs (`kto`: answers)."""
+    """Return loss, accuracy and margin for base, adapter and difference, with intervals over pairs (KTO: answers)."""
     loss = find_task(config).pair_loss(model, config)
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
@@ -140,7 +139,7 @@ def evaluate_pairs(
 
 @torch.no_grad()
 def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, batch_size: int) -> NDArray[np.float64]:
-    """Return loss, accuracy and margin of every pair for base and adapter, [2, 3, pairs]."""
+    """Return the loss, accuracy and margin of every pair for base and adapter, as [2, 3, pairs]."""
     documents = [document for sample in samples for document in split_documents(sample)]
     margins = [margin for sample in samples for margin in sample.margins]
     parts: list[torch.Tensor] = []
@@ -159,7 +158,7 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
 def load_held_out_samples(
     run: FinishedRun, tokenizer: Any, data: str | None, split: str | None, images: ImageReader | None = None
 ) -> tuple[Samples, bool]:
-    """Return the run's held-out samples, or all samples of `data` read as in training, and whether they are pairs.
+    """Return the run's held-out samples, or all samples in `data` (read as in training), and whether they are pairs.
 
     Raises UserError if the run has no held-out samples and `data` is None, or if `data` is for another task.
     """
@@ -200,7 +199,7 @@ def load_held_out_samples(
 def _measure_documents(
     model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, images: ImageInputs | None
 ) -> Losses:
-    """Return the summed token losses of every document for base and adapter, [2, documents]."""
+    """Return the summed token losses of every document for base and adapter, as [2, documents]."""
     order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
     sums = np.empty((2, len(documents)))
     console = Console(stderr=True)

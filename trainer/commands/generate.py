@@ -48,7 +48,7 @@ from trainer.setup.kinds import check_task_supports
 
 
 class AnswerStreamer(TextStreamer):
-    """Prints an answer while it is generated, without terminal control sequences."""
+    """Prints an answer as it is generated, without terminal control sequences."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -72,7 +72,7 @@ class Sampling:
             raise UserError(f"--top-p={self.top_p}: must be above 0 and at most 1")
 
     def build_arguments(self) -> dict[str, Any]:
-        """Return arguments of `generate` that override the base model's generation settings."""
+        """Return arguments for `generate` that override the base model's generation settings."""
         if self.temperature == 0:
             return GREEDY
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -88,10 +88,10 @@ def generate_answers(
     streamer: Any = None,
     images: PromptImages | None = None,
 ) -> list[str]:
-    """Generate continuations of rows of token ids [1, T] in one batch, padded on the left.
+    """Generate continuations for rows of token IDs [1, T] in one batch, padded on the left.
 
-    Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are generated,
-    and `images` belong to a single row.
+    Rows must be shorter than the model's context. `streamer` receives tokens as they are generated; `streamer` and
+    `images` require a single row.
     """
     options = {"streamer": streamer, **sampling.build_arguments()}
     if images is not None:
@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model. Unless the base model is needed too (`both`), merge the adapter or fuse it."""
+    """Load the trained model; unless the base model is needed as well (`both`), merge or fuse the adapter."""
     model = load_trained_model(run, tokenizer, choose_default_device())
     if both:
         return model
@@ -140,7 +140,7 @@ def encode_prompts(
 def load_for_prompts(
     arguments: argparse.Namespace, *, both: bool
 ) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
-    """Return model, tokenizer, data settings, format of plain-text prompts and images for the command's options.
+    """Return the model, tokenizer, data settings, plain-text prompt format and images for the command's options.
 
     --system replaces the system prompt in the settings. Raises UserError for options that the run does not support.
     """
@@ -175,7 +175,7 @@ def show(answers: dict[str, str], console: Console) -> None:
 
 
 def read_stdin_prompts(terminal: bool) -> Iterator[str]:
-    """Yield prompts from standard input until its end or Ctrl-C. Raises UserError if a file or pipe has none."""
+    """Yield prompts from standard input until its end or Ctrl-C. Raises UserError if a file or pipe has no prompt."""
     found = terminal
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")

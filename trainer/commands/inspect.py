@@ -2,7 +2,7 @@
 
 For text: examples with trained tokens in color (in ⟦brackets⟧ without colors), and with their weight if it is below 1;
 the fraction of trained tokens, truncation, packing, and warnings about loss masks that are usually mistakes. For
-images: captions, and how images are resized and cropped. With a step: the data of all ranks in that step.
+images: captions, and how images are resized and cropped. With --step: the data that all ranks read in that step.
 """
 
 import os

@@ -30,7 +30,7 @@ class IntegerMerge:
     """Quantizes the adapted layers of a model before its adapter is merged, and builds the state dict to save."""
 
     def __init__(self, kind: Integers, dtype: torch.dtype, device: torch.device) -> None:
-        """Set the dtype of model and scales, and the device that computes W + s B A, as in training.
+        """Set the dtype of the model and scales, and the device that computes W + s B A, as in training.
 
         Raises UserError if torchao or compressed-tensors is missing.
         """

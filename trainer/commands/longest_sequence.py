@@ -1,4 +1,4 @@
-"""`zerolora estimate CONFIG --max-length auto`: the longest sequence that fits on one GPU, or on several."""
+"""`zerolora estimate CONFIG --max-length auto`: find the longest sequence that fits on one or several GPUs."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +10,7 @@ from trainer.patches.packed_attention import check_attention_shareable
 
 SHORTEST, LONGEST = 1024, 2**26
 STEP, PRECISION = 256, 64
-"""The result is a multiple of 256, and less than max(256, result / 64) below the longest that fits."""
+"""Precision of the search: multiples of 256, less than max(256, result / 64) below the longest that fits."""
 
 
 def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, int]:
@@ -33,7 +33,7 @@ def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, 
 def predict_seconds(
     planner: Planner, config: RunConfig, memory: int, longest: dict[int, int], card: str, network: float
 ) -> dict[int, float]:
-    """Return the seconds per step with each of the longest sequences, if they can be predicted."""
+    """Return the seconds per step for each of the longest sequences, omitting those that cannot be predicted."""
     seconds = {}
     for size, length in longest.items():
         if length:

@@ -1,9 +1,9 @@
 """Merge base model and adapter into one model that needs neither PEFT nor zerolora.
 
 Each adapted weight becomes W + s B A, added in fp32 and rounded once to the model's dtype. The base is read in full
-precision for QLoRA runs too: quantizing the sum to 4 bits again would lose most of the adapter. A base that is only
-published in MXFP4 (gpt-oss) is requantized to it, and the error is printed. An FP8 base is dequantized to the requested
-dtype, a base in 4 bits (GPTQ, AWQ, W4A16, NVFP4) to 16 bits, or with --dtype stored requantized to its own format.
+precision for QLoRA runs too, because requantizing the sum to 4 bits would lose most of the adapter. A base that is only
+published in MXFP4 (gpt-oss) is requantized to MXFP4, and the error is printed. An FP8 base is dequantized to the
+requested dtype, a 4-bit base (GPTQ, AWQ, W4A16, NVFP4) to 16 bits, or requantized to its own format (--dtype stored).
 """
 
 import sys
@@ -47,12 +47,12 @@ def merge(
 ) -> Path:
     """Write the merged model and its tokenizer to `output`, and return `output`.
 
-    `dtype`: `auto` is the stored base's dtype, or with `quantize` the training dtype; `stored` its 4-bit format.
+    `dtype`: `auto` is the stored base's dtype, or with `quantize` the training dtype; `stored` the base's 4-bit format.
     `scale`: factor for the adapter's update.
     `quantize`: integer format of the adapted layers (trainer/commands/integers.py).
 
-    Raises UserError if `output` is not empty, or if the base is quantized; RuntimeError if the disk is full,
-    or if the files differ from memory or are not finite.
+    Raises UserError if `output` is not empty, or if the base's format cannot be merged; RuntimeError if the disk is
+    full, or if the saved weights differ from those in memory or are not finite.
     """
     check_output(output)
     merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
@@ -65,7 +65,7 @@ def merge(
 def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
     """Return the object that quantizes the adapted layers to `kind`; a `dtype` of `auto` is the training dtype.
 
-    Raises UserError if the base is in MXFP4, or a library is missing.
+    Raises UserError if the base is in MXFP4 or a library is missing.
     """
     if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
         raise UserError(
@@ -89,7 +89,7 @@ def build_merged(
     """
     tokenizer = load_saved_tokenizer(run)
     integers = None if quantize is None else _prepare_integers(run, quantize, dtype)
-    torch_dtype = _choose_dtype(run, dtype)  # raises for a quantized base
+    torch_dtype = _choose_dtype(run, dtype)  # raises if the base cannot be merged
     torch_dtype = torch_dtype if integers is None else integers.dtype
     base = load_full_base(run, torch_dtype)
     types = {name: tensor.dtype for name, tensor in (*base.named_parameters(), *base.named_buffers())}
@@ -140,7 +140,7 @@ def _untie_head(adapted: Any) -> None:
 def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     """Return the merged model's dtype; `auto` is the stored base's dtype (fp32 if none, bf16 if unsupported).
 
-    Raises UserError for a quantized base; an FP8 base needs an explicit dtype for its dequantized weights.
+    Raises UserError if the base's quantized format cannot be merged; an FP8 base needs an explicit dtype.
     """
     config = load_model_config(run.config.base_model, run.config.model)
     stored_format = find_stored_format(config)
@@ -164,7 +164,7 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
 
 
 def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
-    """Read the saved files back tensor by tensor. Raises RuntimeError if one is missing, differs or is not finite.
+    """Read the saved weights back. Raises RuntimeError if a tensor is missing, differs or is not finite.
 
     `values` is the saved state dict if it is not the model's own.
     """

@@ -30,7 +30,7 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write acces
 
 
 def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Write the files to upload to `folder`, and the model card also to the adapter's folder. Return them sorted."""
+    """Write the files to upload to `folder`, and the model card also to the adapter's folder. Return their paths."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     get_adapter_class(run).write_upload_files(run, folder)

@@ -1,4 +1,4 @@
-"""Describe a prepared run for `zerolora validate`: model, adapter, data, memory and steps."""
+"""Describe a prepared run for `zerolora validate`: model, adapter, data, steps and output folder."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
 
 def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     size = sum(parameter.numel() for parameter in model.parameters())
-    # A model without weights cannot store initial values.
+    # A model without weights cannot be given initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
     dtype = next(model.parameters()).dtype
     peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).task(config).peft_type)

@@ -1,6 +1,6 @@
-"""`zerolora serve RUN`: export a run for an installed server (vLLM, SGLang or llama.cpp), and start it.
+"""`zerolora serve RUN`: export a run for an installed server (vLLM, SGLang or llama.cpp), and start the server.
 
-The server replaces this process. Its OpenAI-compatible API is under /v1, with the run's folder name as model name.
+The server replaces this process. Its OpenAI-compatible API is at /v1, with the run's folder name as the model name.
 """
 
 import os
@@ -24,7 +24,7 @@ SERVERS = (*MODULES, "llama.cpp")
 PROGRAM = "llama-server"
 """llama.cpp's server."""
 FIND_MODULES = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
-"""Program that prints which of the modules in its arguments are installed."""
+"""Python code that prints which of the modules passed as arguments are installed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def find_server(requested: str, python: str) -> Server:
 
 
 def export_once(run: FinishedRun, form: str, output: Path) -> Path:
-    """Export the run unless `output` exists. Raises UserError if it is older than the adapter."""
+    """Export the run unless `output` exists. Raises UserError if `output` is older than the adapter."""
     if not output.exists():
         export(run, form, output)
         print(f"exported to {output}")
@@ -67,7 +67,7 @@ def export_once(run: FinishedRun, form: str, output: Path) -> Path:
 
 
 def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: bool) -> list[str]:
-    """Return the server's command for the run, exported into `folder`, without host and port."""
+    """Export the run into `folder`, and return the command that serves it, without host and port."""
     name = run.run_dir.resolve().name
     if server.name == "llama.cpp":
         model = export_once(run, "gguf", folder / "export.gguf")

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Predict speed, time and cost of a resolved configuration; None without --network, --price and --card."""
+    """Predict a resolved configuration's speed, time and cost; None if --network, --price and --card are all unset."""
     if arguments.network is None and arguments.price is None and arguments.card is None:
         return None
     network = resolve_network_bandwidth(planner, arguments)
@@ -65,7 +65,7 @@ def resolve_network_bandwidth(planner: Planner, arguments: argparse.Namespace) -
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """Parse a number with one of `units`, such as `50GB/s`. Return None if it is invalid."""
+    """Parse a quantity such as `50GB/s` with one of `units`; return None if it is invalid."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
     unit = units.get(match[2].upper()) if match else None
     return None if match is None or unit is None else float(match[1]) * unit

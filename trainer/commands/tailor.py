@@ -1,6 +1,6 @@
 """`zerolora init --model M --data D --gpus N`: write a configuration for this model, data and GPUs, with reasons.
 
-The data is tokenized into the cache to get its lengths, and the model is built without weights. The rules
+The data is tokenized into the cache to measure its lengths, and the model is built without weights. The rules
 follow "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, about ten times the learning
 rate of full fine-tuning (more in short runs), a small batch, and a rank that matches the information in the data.
 """
@@ -74,7 +74,7 @@ class Profile:
     context: int | None
     parameters: int
     per_rank: int
-    """Adapter parameters per unit of rank, without experts."""
+    """Adapter parameters per unit of rank, excluding experts."""
     widest: int
     """Rank beyond which no layer gains capacity."""
     per_expert_rank: int = 0
@@ -84,7 +84,7 @@ class Profile:
     expert_width: int = 0
 
     def compute_expert_rank(self, rank: int) -> int:
-        """Return the experts' rank, as set by `lora.expert_rank: r/top_k`."""
+        """Return the experts' rank for `lora.expert_rank: r/top_k`."""
         return max(1, rank // self.top_k)
 
     def count_parameters(self, rank: int) -> int:
@@ -92,7 +92,7 @@ class Profile:
 
 
 def choose_settings(request: TailorRequest) -> tuple[Settings, list[str]]:
-    """Return settings with reasons, and warnings. Raises UserError for a model or data that cannot be used."""
+    """Return the settings with their reasons, and warnings. Raises UserError if the model or data cannot be used."""
     context = get_context_length(load_model_config(request.model, ModelSection()))
     settings: Settings = {
         "base_model": (request.model, ""),
@@ -145,7 +145,7 @@ def _build_profile(prepared: PreparedRun, context: int | None) -> Profile:
 
 
 def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
-    """Adapt all linear layers, with the lowest usual rank that has enough capacity; return a warning if none has."""
+    """Adapt all linear layers, with the lowest rank that has enough capacity; return a warning if no rank has."""
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.compute_expert_rank(rank) <= profile.expert_width] or [8]
@@ -242,7 +242,7 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
 
 
 def _list_placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
-    """Yield (adapter, ZeRO stage, gradient checkpointing, offload) from the fastest to the most frugal."""
+    """Yield (adapter, ZeRO stage, gradient checkpointing, offload), from fastest to most memory-efficient."""
     for adapter in ("lora", "qlora"):
         for recompute in ("none", "non_reentrant"):
             yield adapter, 2, recompute, False

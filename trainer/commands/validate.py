@@ -1,9 +1,7 @@
 """`zerolora validate CONFIG [key=value ...]`: run all checks that precede training, and describe the run.
 
-`--settings-only` checks neither model nor data.
-
 Checks the model's configuration, tokenizer and targets, and tokenizes the data into its cache. Reads no weights, and
-writes nothing to the run's folder.
+writes nothing to the run's folder. `--settings-only` checks neither model nor data.
 """
 
 import os
@@ -29,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_intermixed_args(argv)
     ranks = arguments.ranks or choose_default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-    # Fast, without importing torch.
+    # Fast, because torch is not imported yet.
     loaded = load_config(arguments.config, arguments.overrides)
     for note in loaded.notes:
         print(f"note: {note}")

@@ -1,1 +1,1 @@
-"""The GPU memory of a run: its estimate, the check before training, and recovery from out-of-memory errors."""
+"""GPU memory: estimates, the check before training, and recovery from out-of-memory errors."""

@@ -1,6 +1,6 @@
-"""Estimate the activation memory of a micro-batch, from one observed layer of each kind, and the memory of the loss.
+"""Estimate the memory of a micro-batch: activations, from one observed layer of each kind, and the loss.
 
-Legend: T tokens of a micro-batch, H hidden width, e bytes per value, V vocabulary size, K positions with a target.
+Legend: T tokens in a micro-batch, H hidden width, e bytes per value, V vocabulary size, K positions with a target.
 """
 
 from collections.abc import Sequence
@@ -23,23 +23,23 @@ UNFUSED_LOSS_BYTES = 12
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Holds the sizes and kernels of one micro-step on one rank."""
+    """Sizes and kernels of one micro-step on one rank."""
 
     rows: int
     targets: int
-    """Positions for which logits are computed."""
+    """Positions per row for which logits are computed."""
     kernels: Kernels
     own_norms: bool
     fused_loss: bool
     training: TrainingSection
     reference_rows: int = 0
-    """Rows of reference text; activations of their separate forward pass are kept until the backward pass."""
+    """Rows of reference text; the activations of their separate forward pass are kept until the backward pass."""
     host_room: int | None = None
     """Bytes of host memory for offloaded activations; None: unlimited."""
 
     @property
     def larger_pass_rows(self) -> int:
-        """Rows of the larger of two backward passes: one for training rows, one for reference rows."""
+        """Rows in the larger of the two backward passes: one for training rows, one for reference rows."""
         return max(self.rows - self.reference_rows, self.reference_rows)
 
     @property
@@ -57,7 +57,7 @@ class Activations:
     kept: int
     """Bytes kept from the forward pass for the backward pass."""
     backward: int
-    """Additional bytes needed during the backward pass, including a recomputed layer."""
+    """Additional bytes needed during the backward pass, including those of a recomputed layer."""
     on_host: int = 0
     """Bytes kept in host memory."""
 
@@ -113,7 +113,7 @@ def combine_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: floa
 
 
 def _sum_fitting_inputs(inputs: Sequence[int], room: int | None) -> int:
-    """Return the bytes of the layer inputs that fit in host memory; other inputs stay on the device."""
+    """Return the total bytes of the layer inputs that fit in host memory; other inputs stay on the device."""
     total = 0
     for size in inputs:
         total += size if room is None or total + size <= room else 0
@@ -124,7 +124,7 @@ def loss_head_bytes(shapes: ModelShapes, work: MicroStep) -> int:
     """Return the bytes of the final norm, the logits, the loss and the gradient of the hidden states.
 
     The fused loss needs the norm's output T H e, the K hidden states and their gradients 2 K H e, and one chunk of
-    logits. The unfused loss needs 12 bytes per logit, and e more for the results of tanh if logits are capped.
+    logits. The unfused loss needs 12 bytes per logit, plus e for the tanh output if logits are capped.
     """
     norm = work.tokens * (shapes.hidden * (work.element if work.own_norms else FP32) + FP32)
     hidden = work.tokens * shapes.hidden * work.element

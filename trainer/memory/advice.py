@@ -1,4 +1,4 @@
-"""Suggest settings for configurations that do not fit, each with the memory that it would need."""
+"""Suggest changes to configurations that do not fit in memory, and show how much memory each would need."""
 
 from trainer.config import RunConfig
 from trainer.memory.planner import Changes, PlanChoice, Planner, format_gib
@@ -44,7 +44,7 @@ def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str
 
 
 def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[Changes]:
-    """Return single changes, the least intrusive first."""
+    """Return changes to try, the least intrusive first."""
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:
@@ -79,7 +79,7 @@ def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[C
 
 
 def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: list[PlanChoice]) -> list[PlanChoice]:
-    """Combine single changes one by one until the configuration fits; return an empty list if it never does."""
+    """Combine changes one by one until the configuration fits; return an empty list if it never does."""
     changes: Changes = {}
     for single in singles:
         stages = [settings["zero.stage"] for settings in (changes, single.changes) if "zero.stage" in settings]
@@ -91,7 +91,7 @@ def _combine_changes(planner: Planner, config: RunConfig, memory: int, singles: 
 
 
 def find_smaller_batch(batch_size: int, accumulation: int, limit: int) -> Changes:
-    """Return settings with the largest micro-batch up to `limit`, and the accumulation that keeps the global batch."""
+    """Return the settings for the largest micro-batch up to `limit` that keeps the global batch size unchanged."""
     rows = batch_size * accumulation
     size = next(size for size in range(max(1, min(limit, batch_size)), 0, -1) if rows % size == 0)
     return {"training.batch_size": size, "training.gradient_accumulation_steps": rows // size}

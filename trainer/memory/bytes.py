@@ -1,7 +1,7 @@
 """Estimate the memory of one rank: permanent state, additional memory of a micro-step, and their peak.
 
-`peak` predicts torch.cuda.max_memory_allocated(). The driver reports more: the CUDA context, NCCL's buffers, and memory
-that torch's allocator has reserved without using it.
+`peak` predicts torch.cuda.max_memory_allocated(). The driver reports more, because it includes the CUDA context,
+NCCL's buffers, and memory that torch's allocator has reserved but does not use.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ from trainer.memory.stored_weights import (
 
 GIB = 2**30
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
-"""cuBLAS uses a 32 MiB workspace (compute capability 9.0) in each of the forward and backward threads."""
+"""Bytes of cuBLAS's workspaces: 32 MiB (compute capability 9.0) in each of the forward and backward threads."""
 CONTEXT = 3 * GIB // 4
-"""CUDA context, kernels and NCCL's buffers, not counted by torch."""
+"""Bytes of the CUDA context, kernels and NCCL's buffers, which torch does not count."""
 FRAGMENTATION = 0.04
 """Memory that torch's allocator reserves beyond the peak, as a fraction of the peak."""
 EIGHT_BIT_FLOOR = 4096
@@ -39,7 +39,7 @@ EIGHT_BIT_FLOOR = 4096
 
 @dataclass(frozen=True)
 class Estimate:
-    """Breaks down the peak memory in bytes by purpose; the terms add up to `peak`."""
+    """Peak memory in bytes, broken down by purpose; the terms add up to `peak`."""
 
     terms: dict[str, int]
     moment: str
@@ -136,7 +136,7 @@ def gradient_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
 
 def moment_bytes_per_element(shapes: ModelShapes, placement: Placement) -> float:
-    """Return the bytes per trained element of the optimizer's moments; 8-bit moments have one scale per 256."""
+    """Return the optimizer moments' bytes per trained element; 8-bit moments have an fp32 scale per 256 elements."""
     kind = OPTIMIZERS[placement.training.optimizer]
     if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
         return len(kind.state) * (1.0 + FP32 / 256)
@@ -157,14 +157,14 @@ def optimizer_state_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
 
 def largest_trained_numel(shapes: ModelShapes, placement: Placement) -> int:
-    """Return the number of elements of the largest trained tensor; LoRA factors in one buffer are one tensor."""
+    """Return the number of elements in the largest trained tensor; LoRA factors in one buffer count as one tensor."""
     factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
     others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
     return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
 
 
 def bucket_bytes(shapes: ModelShapes, placement: Placement) -> int:
-    """Return the bytes of DeepSpeed's reduction buffer, which is limited to the number of trained elements."""
+    """Return the bytes of DeepSpeed's reduction buffer, which is capped at the number of trained elements."""
     return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element
 
 
@@ -181,7 +181,7 @@ def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
 
 def update_bytes(shapes: ModelShapes, placement: Placement) -> int:
-    """Return the bytes of gradients during the update, including an fp32 copy in 16-bit training."""
+    """Return the bytes of gradients during the update, including two fp32 copies in 16-bit training."""
     if placement.zero.offload_optimizer:
         return shapes.trained * placement.element
     copies = shard_size(shapes.trained * FP32, placement, 1) if placement.has_master else 0
@@ -189,7 +189,7 @@ def update_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
 
 def host_bytes(shapes: ModelShapes, placement: Placement, activations: int = 0) -> int:
-    """Return the host memory of a rank beyond its process: offloaded tensors, or the loading model if larger."""
+    """Return a rank's host memory in bytes without the process: offloaded tensors, or loaded tensors if larger."""
     stored = bool(shapes.stored) or any(weight.mxfp4 for weight in shapes.weights)
     streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]

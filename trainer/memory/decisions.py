@@ -1,8 +1,8 @@
-"""Make decisions before any weight is loaded: kernels, kept tensors and memory layout.
+"""Decide on kernels, kept tensors and memory layout before any weights are loaded.
 
-They follow from the configuration, the machine and the model on the meta device. The builder executes them, the memory
-estimate uses them, and console and run.json show them. If a self-test or probe on the device contradicts a decision,
-the builder reports it, because the estimate is then off.
+Decisions follow from the configuration, the machine and the model on the meta device. The builder executes them, the
+memory estimate uses them, and they are shown on the console and in run.json. If a self-test or probe on the device
+contradicts a decision, the builder reports it, because the estimate is then wrong.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes the devices of the ranks, and the precision (bf16, fp16 or fp32)."""
+    """Hosts, devices and kernels available to the ranks, and the precision (bf16, fp16 or fp32)."""
 
     world_size: int
     on_gpu: bool
@@ -40,13 +40,13 @@ class Machine:
     scan_kernels: bool = False
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
-    """The host of each rank; empty if all ranks share one."""
+    """Host of each rank; empty if all ranks are on one host."""
     host_room: int | None = None
-    """Bytes of host memory for the tensors that a rank offloads; None: unlimited."""
+    """Bytes of host memory for a rank's offloaded tensors; None: unlimited."""
 
     @classmethod
     def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
-        """Return a machine with GPUs and all kernels, except mamba-ssm's if it is not installed here."""
+        """Return a machine with GPUs and all kernels, except those of mamba-ssm if it is not installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)
 
@@ -74,7 +74,7 @@ class Decisions:
     swiglu: Decision[Kernels]
     rotary: Decision[Kernels]
     adapters: Decision[str]
-    """Forward of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
+    """Implementation of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     siblings: Decision[bool]
     """Whether shared-input projections are computed in one call."""
     recomputed_results: Decision[str]
@@ -88,9 +88,9 @@ class Decisions:
     gather: Decision[str]
     """How stage 3 gathers the base model: per `layer`, per `module`, or `none`."""
     shard_group: Decision[int]
-    """Number of ranks that share one copy of the base model at stage 3: the size of the smallest group."""
+    """Number of ranks that share one copy of the base model at stage 3, in the smallest group."""
     flat: Decision[bool]
-    """Whether all LoRA factors are one buffer."""
+    """Whether all LoRA factors are in one buffer."""
     clips_on_device: Decision[bool]
     """Whether the optimizer clips gradients and skips steps on the device, without synchronizing with the host."""
     cuda_graphs: Decision[bool | None]
@@ -100,7 +100,7 @@ class Decisions:
         return {name: {"value": choice.value, "reason": choice.reason} for name, choice in vars(self).items()}
 
     def format_summary(self) -> str:
-        """Format the decisions that are not shown elsewhere on the console."""
+        """Return a line with the decisions that are not shown elsewhere on the console."""
         shown = {
             "attention": self.attention,
             "attention recomputed": self.attention_again,
@@ -220,7 +220,7 @@ def _choose_siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
 
 
 def _choose_recomputed_results(config: RunConfig, machine: Machine) -> Decision[str]:
-    # Gradient checkpointing keeps none of these, and DeepSpeed's own stage 3 has released the norm's weight by then.
+    # Gradient checkpointing keeps none of these, and DeepSpeed's stage 3 frees norm weights before the backward pass.
     if config.ops.recompute == "none" or config.adapter == "none":
         return Decision("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
     training = config.training

@@ -26,17 +26,17 @@ from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline
 
 TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
-"""Tokens of an encoded caption, by family."""
+"""Number of tokens in an encoded caption, by model family."""
 CaptionShapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class ImagePlanner(Planner):
-    """Estimates the memory of configurations of an image model; an image counts as one token in `lengths`."""
+    """Estimates the memory of image model configurations; an image counts as one token in `lengths`."""
 
     pipeline: Pipeline
     text: CaptionShapes
-    """Shape of each encoded condition of a caption, by name."""
+    """Shape of each tensor of an encoded caption, by name."""
     has_sequences: ClassVar[bool] = False
     decide = staticmethod(decide_for_images)
 
@@ -102,9 +102,9 @@ def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
 def observe_activations(
     pipeline: Pipeline, text: CaptionShapes, side: int, lora: str, element: int, *, recompute: bool
 ) -> Activations:
-    """Observe the activations of a square image of `side` pixels, with `element` bytes per value.
+    """Observe the activation memory for an image of `side` x `side` pixels, with `element` bytes per value.
 
-    `lora` is the section as JSON, because arguments must be hashable.
+    `lora` is the settings section as JSON, because the arguments must be hashable.
     """
     dtype = torch.float32 if element == 4 else torch.bfloat16
     model = _build_meta_model(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)

@@ -25,7 +25,7 @@ from trainer.patches.model_properties import CAPPED, describe_head_problem, insp
 def read_shapes(
     model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
 ) -> ModelShapes:
-    """Describe the tensors and layers of the model with its adapter, built on the meta device.
+    """Build the model and its adapter on the meta device, and return their tensors and layers.
 
     Without `lora`, all weights are trained. The embedding has at least `vocabulary_at_least` rows (for the tokenizer).
     """
@@ -37,7 +37,7 @@ def read_shapes(
     head, properties = find_output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
     rows, hidden = model.get_input_embeddings().weight.shape
     if lora is not None:
-        # The files of an initial adapter are not needed: the settings have its rank and targets.
+        # The files of an initial adapter are not needed: the settings contain its rank and targets.
         new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
         with init_empty_weights():
             model = apply_adapter(model, new_adapter, torch.float32)
@@ -64,7 +64,7 @@ def read_weights(
     model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool,
     stored: StoredFormat | None = None,
 ) -> Iterator[Weight]:  # fmt: skip
-    """Yield every parameter with the index of its block. `stored` is the quantized format of the checkpoint."""
+    """Yield each parameter as a `Weight` with its block's index. `stored` is the checkpoint's quantized format."""
     stored_bits = 0 if stored is None else 4 if stored.scaled == "groups" else 8
     layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     modules = {

@@ -2,7 +2,7 @@
 
 One layer of each kind runs forward and backward, with the patches of the real run, while a meter counts the bytes of
 live tensors. Flash attention and mamba-ssm's scan, which keep different tensors on a GPU than on the meta device, are
-replaced by functions that keep the same tensors as on a GPU.
+replaced by functions that keep the same tensors as the GPU kernels.
 """
 
 import sys
@@ -42,10 +42,10 @@ SCAN = "mamba2_chunk_scan"
 
 @dataclass(frozen=True)
 class Kernels:
-    """Holds the properties of a run that affect which tensors a layer keeps."""
+    """Properties of a run that determine which tensors a layer keeps."""
 
     length: int
-    """Tokens of the longest row, padding included."""
+    """Tokens in the longest row, including padding."""
     dtype: torch.dtype
     attention: str
     """`flash` (variable-length kernels, no mask), `sdpa` or `eager`."""
@@ -88,13 +88,13 @@ class Layer:
     """Bytes of the outputs and log-sum-exps of attention."""
 
     def extrapolate(self, double: "Layer", steps: float) -> "Layer":
-        """Extrapolate linearly: add `steps` times the difference between `double` and this layer."""
+        """Return this layer plus `steps` times the difference between `double` and this layer."""
         pairs = zip(astuple(self), astuple(double), strict=True)
         return Layer(*(single + int(steps * (double - single)) for single, double in pairs))
 
 
 class Meter(TorchDispatchMode):
-    """Counts the live bytes and their peak while operators run, without the model's parameters and buffers."""
+    """Counts live bytes and their peak while operators run, excluding the model's parameters and buffers."""
 
     def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class NoEstimateError(UserError):
 
 
 def observe_layers(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-    """Return the memory that a layer of each kind needs for `rows` rows."""
+    """Return the memory that one layer needs for `rows` rows, by layer kind."""
     model = shapes.model.to("meta", kernels.dtype).train()
     layers: dict[int, Layer] = {}
     meter = Meter(model, kernels)
@@ -175,14 +175,14 @@ def observe_layers(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int
 
 
 def count_rows_to_observe(shapes: ModelShapes, kernels: Kernels) -> int:
-    """Return the number of rows above which all inputs are large enough to recompute, so that memory grows linearly."""
+    """Return the number of rows from which all inputs are large enough to recompute, so that memory grows linearly."""
     row = kernels.length * shapes.hidden * kernels.dtype.itemsize
     return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
 
 @replaces("Triton's `JITFunction.run`")
 def forbid_triton() -> AbstractContextManager[None]:
-    """Raise RuntimeError if a layer would launch a Triton kernel within the block."""
+    """Return a context that raises RuntimeError if a layer launches a Triton kernel."""
 
     def run(*_: Any, **__: Any) -> None:
         raise RuntimeError("the model's layers launch Triton kernels")
@@ -235,7 +235,7 @@ def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwa
 
 
 def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
-    """Replace the forward of experts without an adapter, since transformers' code fails on the meta device."""
+    """Replace the forward method of experts without an adapter, because transformers' own fails on the meta device."""
     from trainer.model.expert_adapter import ParamWrapper
 
     wrapped = {id(module.get_base_layer()) for module in model.modules() if isinstance(module, ParamWrapper)}
@@ -250,9 +250,9 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _intercept_layers(shapes: ModelShapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
-    """Patch layers so that one of each kind is measured into `layers` and the others return its result.
+    """Patch layers so that one of each kind is measured into `layers` and all others reuse its result.
 
-    Returns a dict of results by kind, which is filled while the model runs.
+    Returns the results by kind, filled in while the model runs.
     """
     results: dict[int, Any] = {}
 
@@ -275,7 +275,7 @@ def _measure_layer(meter: Meter, forward: Callable[..., Any], args: Any, kwargs:
     before = meter.live
     meter.peak, meter.internal = before, 0
     leaf = torch.empty((), dtype=hidden.dtype, device="meta", requires_grad=True)
-    inputs = [hidden.detach() + leaf]  # not a leaf, which autograd would keep; popped so that no variable keeps it
+    inputs = [hidden.detach() + leaf]  # autograd would keep a leaf; popped so that no variable refers to it
     others = args[1:] if args else ()
     kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     _Flash.results = 0
@@ -347,7 +347,7 @@ def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
 
 @replaces("`scaled_dot_product_attention`")
 def substitute_attention(*, copied: bool = False) -> AbstractContextManager[None]:
-    """Replace attention within the block; on the meta device torch would decompose it and save the scores."""
+    """Return a context that replaces attention, because torch's decomposition on the meta device saves the scores."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
         if copied and key.shape[1] != query.shape[1]:

@@ -36,12 +36,12 @@ class Recovery:
     def __init__(self, config: RunConfig, world_size: int, planner: type[Planner]) -> None:
         self._config, self._world_size, self._planner = config, world_size, planner
         self.is_updating = False
-        """Whether the optimizer step has begun; a smaller micro-batch does not help there."""
+        """Whether the optimizer step has begun; a smaller micro-batch does not help then."""
 
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
         """Call `launch` and return its result; `step` counts from 1, `saved_at` is the step of the newest checkpoint.
 
-        Raises StepOutOfMemoryError if memory runs out. If a restart can help, it first writes a note for the launcher.
+        If memory runs out, raises StepOutOfMemoryError, after writing a note for the launcher if a restart can help.
         """
         self.is_updating = False
         try:

@@ -1,4 +1,4 @@
-"""Estimate the memory of configurations. Choose the ZeRO stage, micro-batch and recomputation that fit."""
+"""Estimate the memory of configurations, and choose a ZeRO stage, micro-batch and recomputation that fit."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ from trainer.parallel.ranks.group import list_shard_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
 LARGEST_BATCH = 256
-"""Larger micro-batches are not faster on any GPU."""
+"""Largest micro-batch to try; larger ones are not faster on any GPU."""
 SPARE = 0.05
 """Fraction of the peak that `find_largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
-"""Models without attention that loop over tokens in Python, and the tokens to observe: memory grows linearly."""
+"""Model types that loop over tokens in Python, and the number of tokens to observe; memory grows linearly."""
 MIN_HALVED_LENGTH = 256
-"""Sequences up to this length are not halved."""
+"""Length up to which sequences are not halved."""
 STAGES = (0, 1, 2, 3)
 CPU_STAGE = 2
 """ZeRO stage that `auto` selects without a GPU."""
@@ -40,24 +40,24 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Holds the sizes of the samples: the largest number of tokens and of targets, and the number of samples."""
+    """Largest number of tokens and of targets in a sample, and the number of samples."""
 
     longest: int
     targets: int
     samples: int | None = None
     reference: int | None = None
-    """Positions of all scu.reference texts at which adapted and base model are compared; None if unknown."""
+    """Positions in all scu.reference texts at which adapted and base model are compared; None if unknown."""
     images: int = 0
-    """Mean image tokens of the samples with images, or of a pack."""
+    """Mean number of image tokens per sample with images, or per pack."""
 
     @classmethod
     def assume(cls, config: RunConfig) -> "Lengths":
-        """Return lengths that assume the maximum length for every sequence, for use without data."""
+        """Return lengths for use without data, assuming that every sequence has the maximum length."""
         return cls(config.dataset.max_length, targets=config.dataset.max_length)
 
     @classmethod
     def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
-        """Return the lengths of prepared samples and scu.reference texts. If unknown (a stream), `assume` them."""
+        """Return the lengths of prepared samples and scu.reference texts; assume the maximum length for a stream."""
         if not hasattr(samples, "lengths"):
             return cls.assume(config)
         tokens, targets = samples.lengths()
@@ -67,7 +67,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Holds a changed configuration with its estimate, or the reason why its settings cannot be combined."""
+    """A changed configuration with its estimate, or the reason why its settings cannot be combined."""
 
     config: RunConfig
     changes: Changes
@@ -95,7 +95,7 @@ class Planner:
 
     @classmethod
     def from_run(cls, machine: Machine, config: RunConfig, prepared: PreparedRun) -> "Planner":
-        """Build the planner of a run. If `prepared` lacks data, assume the maximum length for all sequences."""
+        """Build the planner for a run. If `prepared` lacks data, assume the maximum length for all sequences."""
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
         shapes = read_shapes(prepared.model_config, config.model, lora, vocabulary_at_least=vocabulary)
@@ -122,7 +122,7 @@ class Planner:
         return estimate(self.shapes, work, placement, activations, tower)
 
     def bytes_received(self, config: RunConfig) -> dict[str, int]:
-        """Return the bytes that a GPU receives in a step: weights from its own and other hosts, and gradients.
+        """Return the bytes that a GPU receives per step: weights from its own host and from other hosts, and gradients.
 
         Weights are gathered in the forward and backward passes of each micro-step. Gradients use a ring all-reduce.
         """
@@ -175,7 +175,7 @@ class Planner:
         return LARGEST_BATCH
 
     def find_largest_batch(self, config: RunConfig, memory: int) -> int:
-        """Return the largest micro-batch that fits, or 0. Those above 1 must leave `SPARE` of the peak free."""
+        """Return the largest micro-batch that fits, or 0. A micro-batch above 1 must leave `SPARE` of the peak free."""
         fits, too_large = 0, self.find_largest_useful_batch(config) + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
@@ -191,7 +191,7 @@ class Planner:
 
         Stages are tried with micro-batch 1 if `batch_size` is `auto`. If nothing fits, the last stage and micro-batch 1
         are chosen, which the check before training then rejects. Without a GPU (`memory` is None), `auto` becomes no
-        recomputation, stage 2 (or the highest that other settings allow) and micro-batch 1.
+        recomputation, stage 2 (or the highest stage that other settings allow) and micro-batch 1.
         """
         if config.training.gradient_checkpointing != "auto":
             return self._resolve(config, memory)
@@ -202,7 +202,7 @@ class Planner:
         return all_layers if self.estimate(all_layers).needed > memory else self._find_fewest_layers(all_layers, memory)
 
     def _find_fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
-        """Return the configuration with the smallest number of recomputed layers that fits `memory`."""
+        """Return the configuration with the fewest recomputed layers that fits in `memory`."""
         best, too_few, enough = config, 0, len(self.shapes.layers)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -229,7 +229,7 @@ class Planner:
         return config
 
     def _choose_shard_group(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """Resolve `zero.shard_within: auto` at stage 3 to `host` if the shards of one host fit, otherwise to `all`."""
+        """Resolve `zero.shard_within: auto` at stage 3 to `host` if one copy per host fits, otherwise to `all`."""
         if config.zero.stage != 3 or config.zero.shard_within != "auto":
             return config
         host = apply_changes(config, {"zero.shard_within": "host"})
@@ -259,8 +259,8 @@ class Planner:
         return MicroStep(
             rows=training.batch_size + reference,
             reference_rows=reference,
-            # Without the fused loss, a position with a target in one row has logits in every row. If this is decided
-            # on the device, all logits are counted.
+            # Without the fused loss, a position with a target in one row has logits in every row. If fusing is only
+            # decided on the device, all logits are counted.
             targets=self.lengths.targets if training.batch_size == 1 or fused else kernels.length,
             kernels=kernels,
             own_norms=decided.norms.value == "ours",

@@ -1,4 +1,4 @@
-"""Resolve `auto` and check the memory estimate before training. Compare the estimate with the peak afterwards."""
+"""Resolve `auto`, check the memory estimate before training, and compare it with the measured peak afterwards."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from trainer.patches.recompute import compute_host_room
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Holds the configuration without `auto`, its estimate, and lines for the console."""
+    """The configuration without `auto`, its estimate and decisions, and lines for the console."""
 
     config: RunConfig
     estimate: Estimate | None
@@ -38,7 +38,7 @@ class MemoryPlan:
         return Recovery(self.config, world_size, self.planner)
 
     def measure_peak(self) -> int:
-        """Return the highest peak memory in bytes over all GPUs (on CPUs, all processes); a collective call."""
+        """Return the highest peak memory of any GPU (on CPUs, any process) in bytes; a collective call."""
         return int(max(gather_objects(read_peak_memory_gib())) * 2**30)
 
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
@@ -67,7 +67,7 @@ class MemoryPlan:
 def plan_memory(
     kind: type[Planner], config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str
 ) -> MemoryPlan:
-    """Resolve `auto` and check that the run fits; every rank must call it and gets the same result.
+    """Resolve `auto`, check that the run fits, and return the same plan on every rank; a collective call.
 
     Rank 0 plans for the GPU with the least free memory and broadcasts the plan. If the run does not fit, raises
     UserError on every rank, with suggested changes, unless training.ignore_memory_check is set.
@@ -89,7 +89,7 @@ def plan_memory(
 def plan_for_machine(
     kind: type[Planner], machine: Machine, config: RunConfig, prepared: PreparedRun, memory: int | None
 ) -> MemoryPlan:
-    """Plan the memory of ranks with `memory` bytes per GPU (None: CPUs). Raises UserError as `plan_memory` does."""
+    """Return the plan for GPUs with `memory` bytes each (None: CPUs). Raises UserError as `plan_memory` does."""
     counts = count_samples(prepared), config.data_ranks(machine.world_size)
     config = resolve_global_batch(config, *counts)
     has_auto = AUTO in (config.zero.stage, config.training.batch_size)
@@ -97,7 +97,7 @@ def plan_for_machine(
         planner = kind.from_run(machine, config, prepared)
         planner.estimate(planner.resolve(config, None))  # runs layers of the model, which may fail
     except (NoEstimateError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # A model without an estimate still trains, if no setting depends on the estimate.
+        # A model without an estimate can still be trained if no setting depends on the estimate.
         reason = error.reason if isinstance(error, NoEstimateError) else f"{type(error).__name__}: {error}"
         if has_auto:
             raise UserError(

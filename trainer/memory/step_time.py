@@ -1,7 +1,7 @@
-"""Predict the time of a step on any number of GPUs from measured utilizations and the speed of links.
+"""Predict the time of a step on any number of GPUs from measured utilizations and link speeds.
 
-A layer computes while the weights of the next layer are gathered: a shorter gather only slows down its matmuls, and a
-longer one delays the next layer. Gradients of the adapter are summed after the backward pass.
+A layer computes while the weights of the next layer are gathered: a short gather only slows down the layer's matmuls,
+and a long one delays the next layer. The adapter's gradients are summed after the backward pass.
 """
 
 import math
@@ -19,11 +19,11 @@ from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
 CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
 REFERENCE_CARD = "H100"
-"""The card with the measurements that are used, with a note, for cards without measurements."""
+"""GPU that provides the measurements, with a note, for GPUs without their own."""
 RECOMPUTED_FORWARD = 0.3
-"""Time to recompute a layer's forward pass as a fraction of the layer's time in a step, both without attention."""
+"""Time to recompute a layer's forward pass, as a fraction of the layer's time in a step (both without attention)."""
 SKEW = 0.0035
-"""Standard deviation of a rank's step time over its mean; a step takes as long as on the slowest rank."""
+"""Standard deviation of a rank's step time, as a fraction of the mean; the slowest rank determines the step time."""
 LATENCY_S = 20e-6
 """Latency of a collective per doubling of the number of ranks."""
 ATTENTION_BACKWARD = 2.5
@@ -38,18 +38,18 @@ class Collective:
     bytes_received: int
     """Bytes that a GPU receives in one call."""
     seconds: float
-    """Time of one call, if nothing else runs."""
+    """Duration of one call while nothing else runs."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Breaks down the seconds of a step on one GPU by activity."""
+    """Seconds of a step on one GPU, by activity."""
 
     compute: float
     gathers: float
     """Time that gathers add to the step, by slowing down or delaying matmuls."""
     exchanges: float
-    """Exchange of attention's inputs and outputs between the ranks that share a sequence."""
+    """Time for exchanging attention's inputs and outputs between ranks that share a sequence."""
     gradients: float
     slowest: float
     """Time spent waiting for the slowest rank."""
@@ -67,10 +67,10 @@ class StepTime:
 
 
 def predict_step(planner: Planner, config: RunConfig, card: str, network: float) -> tuple[StepTime, str]:
-    """Return the time of a step of a configuration without `auto`, and a note on assumed values.
+    """Return the step time for a configuration without `auto`, and a note on assumed values.
 
     `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError
-    for gathers by module and for offloading; their speed is not predicted.
+    for gathers by module and for offloading, because their speed is not predicted.
     """
     decided, training, machine = planner.build_decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"
@@ -99,7 +99,7 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
 
 
 def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict[str, Any], float, str]:
-    """Return the measurements of a card or REFERENCE_CARD, its utilization, and a note on assumptions."""
+    """Return the measurements for a GPU (if it has none, for REFERENCE_CARD), its utilization, and a note."""
     measured, note = CARDS.get(card), ""
     if measured is None:
         measured = CARDS[REFERENCE_CARD]
@@ -122,7 +122,7 @@ def _compute_recomputed_fraction(config: RunConfig, layers: int) -> float:
 def _predict_compute(
     planner: Planner, config: RunConfig, work: MicroStep, fraction: float, measured: dict[str, Any], rate: float
 ) -> float:
-    """Return the seconds of a micro-step's computation: attention at its measured rate, all else at `rate` FLOP/s."""
+    """Return the compute time of a micro-step in seconds: attention at its measured rate, all else at `rate` FLOP/s."""
     ranks, length = config.parallel.sequence, work.kernels.length * config.parallel.sequence
     linear = count_flops(planner.shapes, work.rows, work.kernels.length, min(work.targets, work.kernels.length))
     attention = count_attention_flops(planner.shapes, work.rows, length) / ranks
@@ -150,7 +150,7 @@ def _predict_gathers(
 def _predict_exchanges(
     planner: Planner, config: RunConfig, work: MicroStep, fraction: float, link: float
 ) -> tuple[float, list[Collective]]:
-    """Return the seconds of a micro-step's exchanges of tokens for heads (two per layer and pass), and collectives."""
+    """Return the seconds per micro-step to exchange tokens for heads (twice per layer and pass), and collectives."""
     ranks = config.parallel.sequence
     if ranks == 1:
         return 0.0, []
@@ -165,14 +165,14 @@ def _predict_exchanges(
 
 
 def find_peak_flops(card: str) -> float:
-    """Return the dense 16-bit FLOP/s of a card; raises UserError if the card is unknown."""
+    """Return a GPU's peak dense 16-bit FLOP/s. Raises UserError if the GPU is unknown."""
     if card not in PEAK_TFLOPS:
         raise UserError(f"--card {card}: unknown; use one of {', '.join(PEAK_TFLOPS)}")
     return PEAK_TFLOPS[card] * TERA
 
 
 def count_flops(shapes: ModelShapes, rows: int, length: int, targets: int) -> float:
-    """Return the model FLOPs of a micro-batch without attention, counted as in trainer/monitor/mfu.py."""
+    """Return the model FLOPs of a micro-batch excluding attention, counted as in trainer/monitor/mfu.py."""
     visited, tokens = count_experts_per_token(shapes.model.config.get_text_config()), rows * length
     per_token = 0.0
     for weight in shapes.weights:

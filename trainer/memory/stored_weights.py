@@ -1,4 +1,4 @@
-"""Describe the tensors and layers of a model. Compute the bytes of its stored, sharded and gathered weights."""
+"""Describe a model's tensors and layers, and compute the bytes of its stored, sharded and gathered weights."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,29 +12,29 @@ ALLOCATION = 512
 ROUNDED_AT_ONCE = 16
 """Bytes per weight while a matrix is rounded (training.qat): four fp32 copies."""
 GATHERED_LAYERS = 2
-"""Layers that are gathered at once at stage 3: the current one and the prefetched one."""
+"""Number of layers gathered at the same time at stage 3: the current layer and the prefetched one."""
 
 
 @dataclass(frozen=True)
 class Weight:
     elements: int
     packable: bool
-    """Whether it is a matrix that is packed if the base model is quantized."""
+    """Whether the weight is a matrix that is packed if the base model is quantized."""
     trained: bool
     layer: int
-    """Index of its decoder layer; -1 outside of layers."""
+    """Index of the weight's decoder layer; -1 outside of layers."""
     factor: bool = False
-    """Whether it is a LoRA factor."""
+    """Whether the weight is a LoRA factor."""
     experts: int = 0
     """Number of experts in the tensor, which are packed separately; 0 for other weights."""
     mxfp4: bool = False
-    """Whether it stays in MXFP4, as stored."""
+    """Whether the weight stays in MXFP4, as stored."""
     rows: int = 0
     """Rows of the matrix, or of all experts' matrices."""
     stored_bits: int = 0
-    """Bits per element if the checkpoint stores it in FP8 or 4 bits and it stays so; otherwise 0."""
+    """Bits per element if the weight stays in the FP8 or 4-bit format of the checkpoint; otherwise 0."""
     stored_scales: int = 0
-    """Bytes of the scales of the stored codes."""
+    """Bytes of the scales stored in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class ModelShapes:
     tied: bool
     weights: tuple[Weight, ...]
     layers: tuple[int, ...]
-    """The kind of each layer; layers of one kind keep the same activations."""
+    """Kind of each layer; layers of the same kind keep the same activations."""
     properties: ModelProperties
     model: Any = field(repr=False, compare=False)
-    """The model with its adapter on the meta device, in which only the first layer of each kind has contents."""
+    """The model with its adapter on the meta device; only the first layer of each kind has contents."""
     stored: Literal["", "rows", "blocks", "groups"] = ""
-    """The unit that shares a scale in a checkpoint with linear layers in FP8 or 4 bits."""
+    """Unit that shares a scale if the checkpoint stores linear layers in FP8 or a 4-bit format."""
     buffers: int = 0
-    """Bytes of buffers, which keep their dtype: SD3.5 Medium's position table takes 864 MiB."""
+    """Bytes of buffers, which keep their dtype (SD3.5 Medium has a position table of 864 MiB)."""
 
     @property
     def trained(self) -> int:
@@ -72,12 +72,12 @@ class Placement:
     by_layer: bool
     """Whether stage 3 gathers whole layers and replicates the adapter."""
     flat: bool
-    """Whether all LoRA factors are one buffer."""
+    """Whether all LoRA factors are in one buffer."""
     element: int
     shard_group: int = 0
     """Ranks that share one copy of the base model at stage 3; 0: all."""
     base_states: int = 0
-    """Bytes of the base model's outputs on reference text, on the host."""
+    """Bytes of host memory for the base model's outputs on reference text."""
 
     @property
     def has_master(self) -> bool:
@@ -107,9 +107,9 @@ def is_packed(weight: Weight, placement: Placement) -> bool:
 def scale_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of the scales of a quantized weight.
 
-    8 bits: 4 bytes per row, or per stored scale. 4 bits: 4 bytes per block, or with double quantization 1 byte per
-    block and 4 bytes per 256 blocks; fp32 codebooks of 16 and 256 values per matrix, shared by experts, which have
-    separate blocks. MXFP4: 1 byte per 32 values. Stored formats: `stored_scales`.
+    8-bit: 4 bytes per row. 4-bit: 4 bytes per block, or with double quantization 1 byte per block and 4 bytes per 256
+    blocks, plus fp32 codebooks of 16 and 256 values. Experts have separate blocks but share the codebooks. MXFP4:
+    1 byte per 32 values. Stored formats: `stored_scales`.
     """
     if not is_packed(weight, placement):
         return 0
@@ -128,7 +128,7 @@ def scale_bytes(weight: Weight, placement: Placement) -> int:
 
 
 def dequantized_expert_bytes(shapes: ModelShapes, placement: Placement) -> int:
-    """Return the bytes of the buffers for dequantized experts. There is one per tensor of a layer, shared by layers."""
+    """Return the bytes of buffers for dequantized experts: one per expert tensor in a layer, shared by all layers."""
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if weight.experts and is_packed(weight, placement):
@@ -137,7 +137,7 @@ def dequantized_expert_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
 
 def rounded_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
-    """Return the bytes of a temporary merged weight Q(W + s B A), and of buffers for quantizing it."""
+    """Return the bytes for a temporary merged weight Q(W + s B A) and the buffers for quantizing it."""
     if not placement.training.qat:
         return 0
     largest = max((weight.elements for weight in shapes.weights if weight.packable and not weight.experts), default=0)
@@ -156,7 +156,7 @@ def resident_bytes(size: int, placement: Placement) -> int:
 
 
 def gathered_bytes(shapes: ModelShapes, placement: Placement) -> tuple[int, int]:
-    """Return the peak bytes of weights gathered at once at stage 3: (in decoder layers, outside of them).
+    """Return the peak bytes of gathered weights at stage 3: (in decoder layers, outside of them).
 
     Gathering by layer needs twice the largest frozen layer, and the embedding or head while it is used. Gathering by
     module also prefetches parameters, up to `max_live_parameters`. A single rank gathers only offloaded weights.
@@ -178,7 +178,7 @@ def gathered_bytes(shapes: ModelShapes, placement: Placement) -> tuple[int, int]
 
 
 def list_gathered_weights(shapes: ModelShapes, placement: Placement) -> list[Weight]:
-    """Return the weights that stage 3 gathers: frozen weights, and by module also trained ones except LoRA factors."""
+    """Return the weights that stage 3 gathers: frozen weights if by layer, all except LoRA factors if by module."""
     return [weight for weight in shapes.weights if not (weight.trained if placement.by_layer else weight.factor)]
 
 
@@ -187,5 +187,5 @@ def base_shard_size(size: int, placement: Placement) -> int:
 
 
 def shard_size(size: int, placement: Placement, from_stage: int) -> int:
-    """Return the size of a rank's shard of `size` bytes, which are partitioned at stage `from_stage` or higher."""
+    """Return the bytes per rank of a tensor of `size` bytes that is partitioned at stage `from_stage` or higher."""
     return -(-size // placement.world_size) if placement.zero.stage >= from_stage else size

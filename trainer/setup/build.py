@@ -57,14 +57,14 @@ from trainer.tasks.task import StepLoss, Task
 
 
 class Builder:
-    """Builds the model, engine and loss of a run according to its decisions; every rank must call its methods."""
+    """Builds a run's model, engine and loss according to its decisions; all ranks must call the methods."""
 
     def __init__(
         self, config: RunConfig, decisions: Decisions, task: Task, ranks: Ranks, device: torch.device, precision: str
     ) -> None:
         self._config, self._decisions, self._task, self._ranks, self._device = config, decisions, task, ranks, device
         self._precision, self._dtype, self._on_gpu = precision, DTYPES[precision], device.type == "cuda"
-        # DeepSpeed's configuration; stage 3 partitions the weights with it while they are read.
+        # Built before the model, because stage 3 partitions the weights while they are loaded.
         self._engine_config = build_deepspeed_config(
             config.training,
             resolve_engine_zero(config),
@@ -74,12 +74,12 @@ class Builder:
             guarded=bool(config.runs),
         )
         self.guard: AdapterGuard | None = None
-        """Clips or skips the update of each adapter if there are several; set by `start_engine`."""
+        """Guard that clips or skips each adapter's update if there are several adapters; set by `start_engine`."""
 
     def build_model(self) -> tuple[Any, list[Any]]:
-        """Build the base model with its adapter; return it with lines for the console, the most important one first.
+        """Build the base model with its adapter. Return it and lines for the console, the most important one first.
 
-        The lines include warnings about decisions that the model does not allow.
+        The lines include warnings about decisions that the model does not support.
         """
         config, task = self._config, self._task
         shards = self._build_layer_shards()
@@ -142,10 +142,10 @@ class Builder:
     def build_step_parts(
         self, loss: StepLoss, engine: Engine, say: Callable[[str], None]
     ) -> tuple[StepLoss, StragglerWatch | None]:
-        """Return the loss of training steps, and the watch that measures this rank's own time.
+        """Return the loss for training steps, and the straggler watch (None on a single rank).
 
         The loss replays CUDA graphs if the settings and the model allow it. A run that shares its passes with other
-        adapters uses no graphs and no watch.
+        adapters uses neither CUDA graphs nor a watch.
         """
         if find_choice(engine.module) is not None:
             return loss, None
@@ -162,10 +162,10 @@ class Builder:
         self, engine: Engine, steering: object | None, history: History, total_steps: int,
         skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
     ) -> list[Hook]:  # fmt: skip
-        """Return the hooks of the steps on this rank, in the order of their calls.
+        """Return this rank's step hooks in the order in which they are called.
 
-        `skipped` returns the skipped records by source, and `sample` generates samples at a step. A run
-        that shares its passes with other adapters only has hooks for its own data and losses.
+        `skipped` returns the number of skipped records by source, and `sample` generates samples at a step. A run that
+        shares its passes with other adapters only has hooks for its own data and losses.
         """
         config, task, ranks, model = self._config, self._task, self._ranks, engine.module
         spikes: list[Hook] = [SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
@@ -201,13 +201,13 @@ class Builder:
         return lines
 
     def _build_layer_shards(self) -> LayerShards | None:
-        """Return the shards for loading the base model per layer; None if DeepSpeed gathers it or no rank shares it."""
+        """Return the shards for loading the base model per layer; None if DeepSpeed gathers it or it is not sharded."""
         zero = self._config.zero
         if self._decisions.gather.value != "layer":
             return None
         hosts = gather_objects(get_host_name())
         group = create_shard_group(zero.shard_within, hosts)
-        # Use the largest group, as all ranks read the weights together: a rank may be the only one on its host.
+        # Use the largest group: all ranks read the weights together, even a rank that is the only one on its host.
         largest = max(map(len, list_shard_groups(zero.shard_within, hosts)))
         if largest == 1 and not zero.offload_parameters:
             return None

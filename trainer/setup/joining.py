@@ -1,4 +1,4 @@
-"""Join a run: ranks set up torch, form a process group and agree on all decisions before weights are loaded."""
+"""Join a run: form the process group, set up torch and agree on all decisions before weights are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +29,8 @@ def join_run(
 ) -> tuple[str, MemoryPlan, Task, int]:
     """Form the process group, plan memory and steps, and print the decisions.
 
-    A collective call; returns the precision, memory plan, task and number of steps. The plan has the decisions and the
-    configuration without `auto`. `notes` are those of the loaded configuration. Raises UserError if ranks differ.
+    A collective call. Returns the precision, the memory plan (with the decisions and the configuration without `auto`),
+    the task and the number of steps. `notes` are from loading the configuration. Raises UserError if ranks disagree.
     """
     join_ranks(config, notes, ranks, lock, say)
     precision = resolve_precision(config.training.precision, ranks.device())
@@ -58,7 +58,7 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
 def define_task(
     config: RunConfig, resolved: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, say: Output
 ) -> tuple[Task, int]:
-    """Return the task and its number of steps, and print them. `resolved` is the configuration without `auto`."""
+    """Build the task and print its number of steps; return both. `resolved` is the configuration without `auto`."""
     task = find_model_kind(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)
@@ -77,7 +77,7 @@ def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, 
 
 
 def set_up_torch(training: TrainingSection, device: torch.device) -> None:
-    """Apply the settings of `training` that are global to torch, and disable cuDNN's attention."""
+    """Apply the `training` settings that are global in torch, and disable cuDNN's attention."""
     torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = training.cudnn_benchmark
@@ -88,9 +88,9 @@ def set_up_torch(training: TrainingSection, device: torch.device) -> None:
 
 @replaces("cuDNN as a backend of `scaled_dot_product_attention`")
 def disable_cudnn_attention() -> None:
-    """Disable cuDNN's attention in this process unless requested (packed_attention.py).
+    """Disable cuDNN's attention in this process; packed_attention.py enables it where it is safe.
 
-    Its gradient is NaN with a mask if the last tile of 128 tokens has 64 (torch 2.11 to 2.13, pytorch#196678), and its
+    With a mask, its gradient is NaN if the last 128-token tile has 64 tokens (torch 2.11 to 2.13, pytorch#196678). Its
     kernel reads out of bounds for FLUX's shapes (torch 2.11, cuDNN 9.19, H200).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

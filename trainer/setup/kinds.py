@@ -1,4 +1,4 @@
-"""Functions that differ between kinds of models and are needed before a task exists."""
+"""Functions that differ between language and image models and are needed before a task exists."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class LanguageKind:
 
     @staticmethod
     def describe(config: RunConfig, prepared: PreparedRun) -> tuple[Any, list[str]]:
-        """Return the model without weights, and lines for `zerolora validate`."""
+        """Return the model without weights, and the lines that `zerolora validate` prints about it."""
         model = build_empty_model(prepared.model_config, config.model)
         layers = prepared.model_config.get_text_config().num_hidden_layers
         context = f", context {prepared.longest:,}" if prepared.longest else ""
@@ -79,14 +79,14 @@ class ImageKind:
 
 
 def find_model_kind(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
-    """Return the kind of a run's model, from `task` or, if that is auto, from `base_model`."""
+    """Return the model kind that `task` specifies; if `task` is auto, detect it from `base_model`."""
     if config.task == "auto":
         return ImageKind if is_pipeline(config.base_model, config.model) else LanguageKind
     return ImageKind if config.task == "image" else LanguageKind
 
 
 def find_adapter_kind(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
-    """Return the kind of a finished run from its adapter's files, because the base model may be missing."""
+    """Return a finished run's model kind, based on its adapter's files, because the base model may be missing."""
     return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
 
 

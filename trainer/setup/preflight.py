@@ -1,7 +1,7 @@
 """Check and prepare a run before weights are loaded: the model's configuration, tokenizer, targets, and data.
 
 `zerolora prepare` (trainer/commands/prepare_run.py) runs the checks and fills the cache of tokenized data, which the
-ranks reuse. Every failure is a UserError, and nothing is written to the output folder.
+ranks reuse. Every failure raises UserError, and nothing is written to the output folder.
 """
 
 import importlib.util
@@ -39,10 +39,10 @@ def prepare(
     to_train: bool = True,
     model_files: PreparedRun | None = None,
 ) -> PreparedRun:
-    """Check the run without weights, and tokenize the data. `report` is called with the name of each phase.
+    """Check the run without loading weights, and tokenize the data. `report` is called with the name of each phase.
 
-    With `to_train=False`, the output folder may already contain a run. `model_files` is the result of the kind's
-    `read_files`.
+    With `to_train=False`, the output folder may already contain a run. `model_files` is the result of the model
+    kind's `read_files`; None if not read yet.
     """
     if config.runs:
         check_output_folder(config)
@@ -51,13 +51,13 @@ def prepare(
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
     prepared = find_model_kind(config).prepare(config, report, model_files)
-    # A warm-up that is too long for one rank is also too long for more ranks, which need fewer steps.
+    # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
     list_step_warnings(resolve_global_batch(config, count_samples(prepared), 1), count_samples(prepared), 1)
     return prepared
 
 
 def _join_prepared(config: RunConfig, adapters: Sequence[PreparedRun]) -> PreparedRun:
-    """Attach the data of all adapters to the first adapter's. Raises UserError for image models or adapted experts."""
+    """Return the first run with all adapters' data attached. Raises UserError for image models or adapted experts."""
     if any(map(has_images, adapters)):
         raise UserError("adapters: image models support only one adapter per run; remove adapters")
     model = build_empty_model(adapters[0].model_config, config.model) if config.lora.experts else None
@@ -67,7 +67,7 @@ def _join_prepared(config: RunConfig, adapters: Sequence[PreparedRun]) -> Prepar
 
 
 def check_settings(config: RunConfig) -> None:
-    """Raise UserError for settings that this machine or its packages do not support."""
+    """Raise UserError for settings that this machine or its installed packages do not support."""
     check_reporters(config.logging)
     check_extra_keys(config.training, config.zero)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,7 +93,7 @@ def check_settings(config: RunConfig) -> None:
 
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
-    """Raise UserError if the output folder cannot be used, or lacks the checkpoint to resume."""
+    """Raise UserError if the output folder cannot be used, or lacks the checkpoint to resume from."""
     check_output_folder(config)
     for run in config.runs:
         check_folder(run, to_train=to_train)
@@ -111,7 +111,7 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[PreparedRun, Resumption]:
-    """Prepare a run and plan how it resumes. Verify the whole checkpoint, if there is one."""
+    """Return the prepared run and the plan for resuming it, after verifying the whole checkpoint if one exists."""
     if world_size is not None:
         check_ranks(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)

@@ -27,16 +27,16 @@ from trainer.tasks.images.prepare import prepare_image_run
 
 # Documents shown per pack.
 SHOWN_DOCUMENTS = 2
-# Samples of a stream from which its statistics are computed.
+# Samples read from a stream to compute its statistics.
 STREAM_EXAMPLES = 200
 # Characters shown per document of a step.
 SHOWN_CHARACTERS = 100
-# Pixels along the longer side of an image in a terminal.
+# Pixels along the longer side of an image drawn in a terminal.
 DRAWN_PIXELS = 32
 
 
 def show_text(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print the first samples, statistics and warnings; with `step` (from 1), only a line for each of its documents."""
+    """Print the first samples, statistics and warnings; or, if `step` (from 1) is set, one line per document in it."""
     PROGRESS.show(f"reading {config.base_model} and the data")
     prepared = read_data(config)
     tokenizer, data = prepared.tokenizer, prepared.data
@@ -98,7 +98,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
 
 
 def show_images(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
-    """Print a line for each of the first images, and statistics; with `step` (from 1), a line for each image."""
+    """Print one line for each of the first images, and statistics; or, if `step` is set, one line per image in it."""
     data = prepare_image_run(config, lambda line: None).data
     samples = data.train
     chosen: Iterable[int] = range(min(examples, len(samples)))
@@ -120,7 +120,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
 
 
 def list_mask_warnings(stats: DataStats) -> list[str]:
-    """Return warnings if the loss masks train on nothing or on everything, which is probably a mistake."""
+    """Return warnings if the loss masks select no tokens or all tokens, which is probably a mistake."""
     messages = []
     predictable = stats.tokens - stats.documents  # the first token of a document is never predicted
     if stats.target_tokens == 0:
@@ -155,7 +155,7 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
 
 
 def _draw_image(image: Any) -> Text:
-    """Draw an image with half blocks, two pixels to a character."""
+    """Draw an image with half blocks, two pixels per character."""
     image.thumbnail((DRAWN_PIXELS, DRAWN_PIXELS))
     text = Text()
     for y in range(0, image.height, 2):
@@ -180,5 +180,5 @@ def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:
 
 
 def _count_targets(documents: Iterable[Sample]) -> int:
-    """Count the tokens with loss; the first token of a document is never predicted."""
+    """Count the tokens that contribute to the loss; the first token of a document never does."""
     return sum(weight > 0 for document in documents for weight in document.trained[1:])

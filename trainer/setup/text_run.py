@@ -1,4 +1,4 @@
-"""Check a run on text and prepare its data before weights are loaded; for images: trainer/tasks/images/prepare.py."""
+"""Check a text run and prepare its data before weights are loaded (image runs: trainer/tasks/images/prepare.py)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +66,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         setting = f"dataset.max_length={original.dataset.max_length}"
         problem = f"the model's context is {files.longest} tokens, so it may learn little from longer documents"
         notes += (f"warning: {setting}: {problem}. Reduce it, or set model.rope_scaling.",)
-    # Check these before the data is tokenized, which may take long.
+    # Check these before tokenizing the data, which may take a long time.
     prompts = tuple(sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
         load_tasks(config.evaluation.tasks)
@@ -86,7 +86,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
 
 
 def check_no_image_settings(config: RunConfig) -> None:
-    """Raise UserError for settings of image models in a run on a language model."""
+    """Raise UserError if a language model's run has settings for image models."""
     for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
             f"{setting.name}={to_text(setting.value)}: is for image models, and base_model={config.base_model} is not "
@@ -157,7 +157,7 @@ def read_model_files(config: RunConfig) -> PreparedRun:
     if config.adapter == "qlora":
         check_packable(empty)
     initial, rows = read_initial_adapter(config), empty.config.get_text_config().vocab_size
-    # Other initializations compute with the weights, and an embedding on the meta device does not grow.
+    # Other initializations need the weights, and embeddings on the meta device cannot grow.
     if initial and initial.get("init_lora_weights", True) is True and len(tokenizer) <= rows:
         load_initial_adapter(build_empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
@@ -165,10 +165,10 @@ def read_model_files(config: RunConfig) -> PreparedRun:
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
-    """Load the documents of scu.reference, after checking the settings of the SCU."""
+    """Check the SCU's settings, and return the samples from scu.reference; None if the SCU or scu.reference is off."""
     if not config.scu.enabled:
         return None
-    # Parameters are counted when the weights are loaded; any number below 2B gives the same checks.
+    # Parameters are only counted when the weights are loaded; any number below 2B leads to the same checks.
     build_law(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
@@ -176,7 +176,7 @@ def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
 
 
 def read_model_config(config: RunConfig) -> tuple[Any, str]:
-    """Load the model's configuration; if it cannot be read, return the published one of that name, with a note."""
+    """Load the model's configuration; if it cannot be read, return the published one for its name, with a note."""
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:
@@ -208,7 +208,7 @@ def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, l
 
 
 def read_data(config: RunConfig) -> PreparedRun:
-    """Read the tokenizer and the data of a run, without checking its model."""
+    """Read a run's tokenizer and data without checking its model."""
     tokenizer, model_config = _read_tokenizer(config), load_model_config(config.base_model, config.model)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
     longest = get_context_length(model_config)
@@ -219,6 +219,6 @@ def read_data(config: RunConfig) -> PreparedRun:
 def _read_tokenizer(config: RunConfig) -> Any:
     tokenizer = load_tokenizer(config.base_model, config.model)
     if config.dataset.chat_template:
-        # Saved with the tokenizer, so that the adapter is used with the prompts it was trained on.
+        # The template is saved with the tokenizer, so that prompts are formatted as in training.
         tokenizer.chat_template = load_chat_template(tokenizer, config.dataset.chat_template)
     return tokenizer

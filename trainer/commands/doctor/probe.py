@@ -1,7 +1,7 @@
 """Checks of `zerolora doctor` on one machine that need torch: toolchain, GPUs, operators, model, data, memory.
 
 `python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints one line of JSON after MARK:
-`checks` (name, state, found, fix) and `need` (bytes of host memory per rank, and on disk).
+`checks` (name, state, found, fix) and `need` (bytes of host memory per rank, and of disk space).
 """
 
 import argparse
@@ -92,7 +92,7 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
-    """Return estimated bytes of host memory per rank and on disk, or a warning if they cannot be estimated.
+    """Return the estimated bytes of host memory per rank and of disk space, or a warning if there is no estimate.
 
     The host memory excludes the process itself; on the CPU it includes everything that would be on the GPU.
     """

@@ -1,6 +1,6 @@
 """Checks of `zerolora doctor` across all ranks: versions, clocks, folders, all-reduce.
 
-`zerolora doctor` starts them with the configured launcher: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
+`zerolora doctor` runs them with the configured launcher: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
 Rank 0 prints one line of JSON after MARK.
 """
 
@@ -38,7 +38,7 @@ SIZES = (2**20, 2**24, 2**26)
 """Sizes of the measured all-reduces in bytes; CPUs stop at 16 MiB."""
 REPEATS = 5
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
-# Used if the command gets no configuration.
+# Used if no configuration is passed.
 PLACEHOLDER_CONFIG = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection(path="none"))
 # The bandwidth in GB/s of 1 Gbit Ethernet, the slowest reasonable network for training.
 SLOW_GB_PER_S = 0.1
@@ -131,7 +131,7 @@ def check_output_is_shared(config: RunConfig, ranks: Ranks) -> Check:
 
 
 def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Check]:
-    """Check over how many ranks ZeRO-3 shards each copy of the base model, and whether copies span hosts."""
+    """Check how many ranks share each copy of the base model in ZeRO-3, and whether a copy spans hosts."""
     within, name = config.zero.shard_within, "zero.shard_within"
     if config.zero.stage != 3:
         return
@@ -151,7 +151,7 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
 
 def _is_listed(file: Path) -> bool:
     try:
-        return file.name in os.listdir(file.parent)  # asks the file server; `exists` may use a stale cache
+        return file.name in os.listdir(file.parent)  # queries the file server; `exists` may use a stale cache
     except OSError:
         return False
 

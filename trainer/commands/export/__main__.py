@@ -1,8 +1,8 @@
 """`zerolora export RUN --format FORMAT`: export a trained adapter for other programs.
 
 peft, vllm, sglang: the adapter in that program's layout, with its tokenizer. gguf-lora: the adapter as one file
-for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as one file for llama.cpp. ollama: that file
-with a Modelfile. kohya: an image model's adapter for ComfyUI.
+for llama.cpp. hf: the merged model in safetensors. gguf: the merged model as one file for llama.cpp. ollama: a GGUF
+file with a Modelfile. kohya: an image model's adapter for ComfyUI.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.config import CommandParser, UserError, reports_errors
 from trainer.setup.kinds import find_task_class
 
 FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
-"""Formats that write a single file, and its suggested name."""
+"""Formats that consist of a single file, and the suggested file name."""
 
 
 def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:

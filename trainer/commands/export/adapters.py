@@ -1,4 +1,4 @@
-"""Export the adapter without its base in the layout of the target program, with the command to load it."""
+"""Export the adapter without its base model in the target program's layout, and show how to load it."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ ADAPTER_FORMATS = ("peft", "vllm", "sglang", "gguf-lora")
 def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
     """Write the adapter to `output`, a folder (gguf-lora: a file); return lines to print.
 
-    Raises UserError for an adapter that the target program cannot apply.
+    Raises UserError if the target program cannot apply the adapter.
     """
     tokenizer = load_saved_tokenizer(run)  # read before anything is written
     with temporary_output(output) as folder:
@@ -56,7 +56,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
         blk.0.attn_q.weight.lora_b    B [out, R]; rows of q and k in the order of llama.cpp's rotary embedding
 
     Updates are adapter.lora.alpha / R times B A (llama.cpp's src/llama-adapter.h); all weights share one alpha.
-    Raises UserError for an unsupported model or adapter, RuntimeError if the file differs when read back.
+    Raises UserError for an unsupported model or adapter, RuntimeError if tensors are missing when read back.
     """
     check_applicable(run.folder, "gguf-lora")
     config = load_model_config(run.config.base_model, run.config.model)

@@ -4,7 +4,7 @@
     model.layers.0.mlp.experts.7.gate_proj      one pair for each part of each expert; gate and up share A
 
 Experts have the checkpoint's names (`block_sparse_moe.experts.7.w1`) if it stores them one by one, otherwise gate_proj,
-up_proj and down_proj. PEFT stores A of all E experts as one matrix [E R, in] and B as [out, R E].
+up_proj and down_proj. PEFT stores the A matrices of all E experts as one [E R, in] matrix, and B as [out, R E].
 """
 
 import re
@@ -43,7 +43,7 @@ FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class Factors:
-    """The update of a layer's weight: `scale` B A."""
+    """The update to a layer's weight: `scale` B A."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -61,11 +61,11 @@ class Factors:
 
 
 def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: bool) -> dict[str, Factors]:
-    """Read the adapter in `folder`, keyed by the layer names in the base's checkpoint.
+    """Read the factors of the adapter in `folder`, keyed by the layer names in the base's checkpoint.
 
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none. With
-    `whole_groups`, so do the unadapted layers of a partly adapted group (q, k, v or gate, up). Raises UserError for
-    anything but low-rank factors, and for adapters of vision towers.
+    `whole_groups`, the unadapted layers of a partly adapted group (q, k, v or gate, up) get them too. Raises UserError
+    for anything but low-rank factors, and for adapters on vision towers.
     """
     config = load_model_config(base_model, section)
     model = build_empty_model(config, section)
@@ -86,7 +86,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
 def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
     """Return the factors by layer path in the model. The adapter is loaded into `adapted`, a copy of the model.
 
-    The file may use the model's names or the checkpoint's. Raises UserError if a tensor is missing or does not match.
+    The file may use the model's names or the checkpoint's. Raises UserError if tensors do not fit the model.
     """
     from peft import get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
@@ -166,7 +166,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
 
 
 class _StoredNames:
-    """Finds the names of the model's layers in the base checkpoint with transformers' weight conversion."""
+    """Finds the names of the model's layers in the base's checkpoint, using transformers' weight conversion."""
 
     def __init__(self, model: Any) -> None:
         from transformers import core_model_loading
@@ -179,7 +179,7 @@ class _StoredNames:
         self._expert_names: dict[str, dict[tuple[int, str], str]] = {}
 
     def find(self, path: str) -> str:
-        """Return the stored name, without `.weight`, of a layer or of a part of an expert."""
+        """Return the stored name, without `.weight`, of a layer or expert part."""
         expert = re.fullmatch(r"(.*)\.(\d+)\.(gate_proj|up_proj|down_proj)", path)
         if expert is not None and expert[1] in self._experts:
             return self._find_expert(expert[1], int(expert[2]), expert[3])
@@ -206,7 +206,7 @@ class _StoredNames:
         return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
 
     def _find_stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a parameter of the model, and meta tensors with the names and shapes that checkpoints store."""
+        """Return a parameter of the model, and meta tensors with its names and shapes in the checkpoint."""
         try:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
@@ -216,7 +216,7 @@ class _StoredNames:
         empty = torch.empty(weight.shape, device="meta")
         try:
             return weight, self._revert(self._model, {parameter: empty})
-        except ValueError as error:  # of a conversion that needs other parameters as well
+        except ValueError as error:  # the conversion also needs other parameters
             raise _build_error(f"{parameter}: this checkpoint stores it together with others") from error
 
 

@@ -1,8 +1,8 @@
 """Export a merged model as one GGUF file for llama.cpp, written with the `gguf` package.
 
 File format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Supports Llama, Mistral, Qwen2 and Qwen3 with
-the tokenizers of gguf_vocabulary.py; llama.cpp's convert_hf_to_gguf.py converts others. Like that converter, it stores
-matrices in the requested format and vectors in fp32.
+the tokenizers of gguf_vocabulary.py; llama.cpp's convert_hf_to_gguf.py converts others. Like that script, this module
+stores matrices in the requested format and vectors in fp32.
 """
 
 import math
@@ -32,15 +32,15 @@ FORMATS = {
     "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
-# Formats with a numpy dtype; the others are written as bytes.
+# Formats with a numpy dtype; all other formats are written as bytes.
 NUMPY_TYPES = {GGMLQuantizationType.F32: numpy.float32, GGMLQuantizationType.F16: numpy.float16}
-# safetensors' format names -> ours.
+# safetensors' dtype names -> keys of FORMATS.
 STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
 
 def check_architecture(config: Any, form: str = "gguf") -> None:
-    """Raise UserError unless models of this configuration, or their adapters, can be exported."""
+    """Raise UserError unless models with this configuration (`gguf-lora`: their adapters) can be exported."""
     name = (config.architectures or ["unknown"])[0]
     fix = USE_SCRIPT
     if form != "gguf":
@@ -61,7 +61,7 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
 
 
 def compute_max_context_length(config: Any) -> int:
-    """Return the longest context that llama.cpp computes correctly although it ignores sliding-window attention."""
+    """Return the longest context for which llama.cpp is correct, given that it ignores sliding-window attention."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     context: int = config.max_position_embeddings
@@ -71,10 +71,8 @@ def compute_max_context_length(config: Any) -> int:
 def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None = None) -> str:
     """Write a saved model and its tokenizer to `output`; return the format (for `auto`, the stored weights' format).
 
-    `name` is the model's name in llama.cpp (default: the folder's name).
-
-    Raises UserError for an unsupported architecture or tokenizer, RuntimeError if the number or shapes of
-    tensors differ when read back.
+    `name` is the model's name in llama.cpp (default: the folder's name). Raises UserError for an unsupported
+    architecture or tokenizer, RuntimeError if tensors are missing or have other shapes when read back.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -116,12 +114,12 @@ class _SavedTensor:
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     dtype: str
-    """Its current format, a key of FORMATS."""
+    """Stored format, a key of FORMATS."""
     rotary_heads: int | None
     """Number of heads, if rows must be permuted to llama.cpp's order."""
 
     def declare(self, writer: Any) -> None:
-        """Declare name, shape and size; GGUF stores them before all data."""
+        """Declare name, shape and size, which GGUF stores before all data."""
         if self.kind in NUMPY_TYPES:
             dtype = numpy.dtype(NUMPY_TYPES[self.kind])
             size = math.prod(self.shape) * dtype.itemsize
@@ -131,7 +129,7 @@ class _SavedTensor:
             writer.add_tensor_info(self.name, shape, numpy.dtype("uint8"), math.prod(shape), raw_dtype=self.kind)
 
     def read(self) -> Array:
-        """Read the values as fp32."""
+        """Return the values as fp32, with rotary rows in llama.cpp's order."""
         with safe_open(str(self.file), framework="pt") as handle:
             tensor = handle.get_tensor(self.original)
         if self.rotary_heads:
@@ -161,7 +159,7 @@ def _list_stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTe
 
 def _choose_format(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
     kind = FORMATS[dtype][0] if len(shape) > 1 else GGMLQuantizationType.F32
-    # Q8_0 has blocks of 32.
+    # Q8_0 uses blocks of 32 elements.
     return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
 
 

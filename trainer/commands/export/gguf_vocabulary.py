@@ -1,9 +1,9 @@
 """Write a tokenizer's vocabulary to GGUF: byte-level BPE, or BPE with byte fallback as sentencepiece produces it.
 
-llama.cpp implements the pre-tokenization rules itself, and GGUF only names them. The name is found by comparing the
-tokenizer's rules; a tokenizer with unknown rules is rejected.
-Two differences remain: llama.cpp does no NFC normalization (Qwen). For sentencepiece tokenizers it adds a space even to
-text that begins with one, and after either all special tokens or none.
+llama.cpp implements the pre-tokenization rules itself, and GGUF only stores their name, which is found by comparing the
+tokenizer's rules with known ones; tokenizers with unknown rules are rejected.
+Two differences remain: llama.cpp does not apply NFC normalization (Qwen). For sentencepiece tokenizers it adds a space
+even to text that begins with one, and either after all special tokens or after none.
 """
 
 import json
@@ -17,10 +17,10 @@ from trainer.config import UserError
 from trainer.data.conversations import load_chat_template
 from trainer.model.answers import find_end_of_turn
 
-# Pre-tokenization of GPT-4 and its descendants; %s is the grouping of digits.
+# Pre-tokenization of GPT-4 and its descendants; %s is the rule for digits.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT_NAMES = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
-# The same rule with and without `ignore_merges`, which does not split words that are tokens.
+# llama.cpp's names for one rule with and without `ignore_merges` (words that are tokens are not split).
 WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
 USE_SCRIPT = "convert the output of `zerolora merge` with llama.cpp's convert_hf_to_gguf.py"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -29,7 +29,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
     """Write tokens, merges, special tokens and the chat template; `rows` is the number of embedding rows.
 
-    Raises UserError for a tokenizer with rules that have no known name in llama.cpp.
+    Raises UserError if the tokenizer's rules have no known name in llama.cpp.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]
@@ -48,7 +48,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if model.get("byte_fallback"):
-        # sentencepiece merges the pair with the best score first, so a token's score is its merge rank.
+        # sentencepiece merges the pair with the best score first, so a token's score is its negative merge rank.
         ranks: dict[str, float] = {}
         for rank, merge in enumerate(merges):
             ranks.setdefault(merge.replace(" ", ""), -float(rank + 1))
@@ -71,7 +71,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     if template:
         writer.add_chat_template(template)
     if chats:
-        # llama.cpp stops at the end of a turn only if it knows the token's name or id.
+        # llama.cpp stops at the end of a turn only if it recognizes the token, or if its ID is in the file.
         end = find_end_of_turn(tokenizer)
         if end is not None and end != tokenizer.eos_token_id:
             writer.add_eot_token_id(end)
@@ -112,7 +112,7 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether llama.cpp should add a leading space; prefer the setting that keeps the tokens of chats equal."""
+    """Return whether llama.cpp should add a leading space, preferably so that it tokenizes chats as in training."""
     normalizers, splitters = (
         _list_steps(state["normalizer"], "normalizers"),
         _list_steps(state["pre_tokenizer"], "pretokenizers"),
@@ -130,10 +130,8 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
 def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
     """Return whether llama.cpp and the tokenizer produce the same tokens for chats.
 
-    `space` is whether llama.cpp adds a leading space.
-
-    llama.cpp splits the prompt at special tokens and adds the space to every piece; tokenizers may add it only to the
-    first piece, or not to pieces that begin with one.
+    If `space` is set, llama.cpp adds a leading space to every piece between special tokens; tokenizers may add it only
+    to the first piece, or not to pieces that begin with a space.
     """
     names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     pieces = re.compile(f"({'|'.join(map(re.escape, names))})")

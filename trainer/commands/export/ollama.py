@@ -1,4 +1,4 @@
-"""Write the Modelfile of a GGUF file for Ollama (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
+"""Build the Modelfile for a GGUF file in Ollama (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
 
 Ollama formats prompts with a Go template. It is derived from the tokenizer's chat template by rendering conversations,
 and used only if it renders the same text for other conversations.
@@ -20,7 +20,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class ChatParts:
-    """Holds the text that a chat template writes around each role's turns, and in place of a missing system turn."""
+    """Text that a chat template writes around each role's turns, and in place of a missing system turn."""
 
     around: dict[str, tuple[str, str]]
     without_system: str
@@ -31,7 +31,7 @@ class ChatParts:
         return start + "".join(turns) + self.around["assistant"][0]
 
     def is_safe(self) -> bool:
-        """Return whether Ollama would parse none of the text as template or Modelfile syntax."""
+        """Return whether Ollama would read all of the text literally, not as template or Modelfile syntax."""
         texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
         # A final brace would merge with the braces of the placeholder that follows.
         return survives_quotes("".join(texts)) and not any(
@@ -135,7 +135,7 @@ def build_modelfile(
     """Return the Modelfile for the file `gguf` in the same folder.
 
     `form` is the plain-text prompt format (see `records.find_prompt_format`); None for the tokenizer's chat template,
-    which gets `variables`.
+    rendered with `variables`.
     """
     lines = [f"FROM ./{gguf}"]
     parts = derive_chat_parts(tokenizer, variables) if form is None else None

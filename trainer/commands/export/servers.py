@@ -1,12 +1,12 @@
 """Export adapters for vLLM and SGLang: one pair of matrices per layer, checkpoint names, and a single scale.
 
-Both read PEFT's two files, but not all of its features: no DoRA, no fully trained weights, one rank and one alpha.
-PEFT's features are translated:
+Both read PEFT's two files, but support neither DoRA nor fully trained weights, and only one rank and one alpha. Other
+features are converted:
 
     scale of every layer      lora_alpha / r, including rsLoRA and patterns (SGLang reads neither)
     experts                   gate, up and down per expert; SGLang uses these names if the checkpoint has w1, w3, w2,
                               and vLLM uses w1, w3, w2 for gpt-oss
-    q, k, v and gate, up      SGLang stacks them: all of a group or none, all with rank r; missing factors are zero
+    q, k, v and gate, up      SGLang stacks them: all or none of a group, all with rank r; missing factors are zero
 """
 
 import json
@@ -79,7 +79,7 @@ def build_lora_arguments(server: str, folder: Path, name: str) -> list[str]:
 
 
 def check_applicable(folder: Path, server: str) -> None:
-    """Raise UserError for an adapter with DoRA or with anything but A and B of linear layers."""
+    """Raise UserError if the adapter uses DoRA or has tensors other than A and B of linear layers."""
     settings = read_adapter_settings(folder)
     name = SERVER_NAMES[server]
     if settings.get("use_dora"):
