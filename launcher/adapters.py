@@ -42,7 +42,7 @@ def adapters(
     if action == "remove" and (what not in known or len(known) == 1):
         problem = "the only one; stop the run instead" if what in known else f"unknown; use one of {', '.join(known)}"
         raise UserError(f"zerolora adapters remove {what}: {problem}")
-    if action == "add":  # prepare only the new adapters: an active run replaces the checkpoints of the others
+    if action == "add":  # prepare only the new adapters: an active run replaces the other adapters' checkpoints
         load_config(path, [*settings, f"adapters={json.dumps(current + added)}"])
         options = [*settings, f"adapters={json.dumps(added)}", RESUME_AUTO, "output.overwrite=false"]
         if code := subprocess.run([sys.executable, "-m", "launcher.cli", "prepare", path, *options]).returncode:
@@ -55,7 +55,7 @@ def adapters(
 
 
 def record_arguments(config: RunConfig, arguments: list[str]) -> None:
-    """Record the command arguments of a run with adapters; discard earlier adapter changes unless it resumes."""
+    """Record the command arguments of a run with adapters; discard earlier adapter changes unless the run resumes."""
     if config.adapters:
         run_dir, resumes = Path(config.output_dir), config.training.resume_from_checkpoint is not None
         changes = (AdapterChanges.read(run_dir) if resumes else None) or AdapterChanges([], "")

@@ -1,9 +1,9 @@
-"""Entry point of `zerolora`: handle signals, import paths and closed pipes, then run launcher/commands.py.
+"""Entry point of `zerolora`: set up signals, the import path and output streams, then run launcher/commands.py.
 
 The working directory is kept out of sys.path, because a trainer.py or ops/ there would shadow our packages.
 """
 
-import _signal  # type: ignore[import-not-found]  # built in: `signal` would import more modules
+import _signal  # type: ignore[import-not-found]  # built-in; `signal` would import more modules
 import os
 import sys
 
@@ -36,7 +36,7 @@ def main() -> None:
 def exclude_working_folder() -> None:
     """Remove the working directory from the import path of this process and its children."""
     if not sys.flags.safe_path:
-        del sys.path[0]  # the working directory (`python -m`), or the folder of the script
+        del sys.path[0]  # the working directory (`python -m`), or the script's folder
     os.environ["PYTHONSAFEPATH"] = "1"
     if ROOT not in sys.path:  # an uninstalled checkout
         sys.path.insert(0, ROOT)
@@ -44,7 +44,7 @@ def exclude_working_folder() -> None:
 
 
 def find_foreign_package() -> str | None:
-    """Return an error message if one of our packages is shadowed, or None if not. Does not import the packages."""
+    """Return an error message if one of our packages is shadowed, otherwise None, without importing the packages."""
     from importlib.util import find_spec
     from pathlib import Path
 

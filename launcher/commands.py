@@ -31,7 +31,7 @@ from trainer.config.settings_reference import build_json_schema, format_referenc
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 from trainer.contract.restart_record import find_changed_adapters
 
-# Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
+# Subcommand -> (module, summary). `zerolora X --help` shows the module's own help.
 MODULES = {
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
     "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage; needs no GPU."),
@@ -57,12 +57,12 @@ GROUPS = {
     "Cluster": ("doctor", "submit", "status"),
     "Developer": ("ops", "bench", "tier", "compare", "scu-train"),
 }
-"""The order of the commands in `zerolora --help`, by title."""
+"""Commands by group title, in the order of `zerolora --help`."""
 # Typer's type names -> metavars in --help.
 METAVARS = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}
 
 UsageError: Any = typer.BadParameter.__base__
-"""UsageError of click, which some versions of Typer bundle."""
+"""Click's UsageError; some versions of Typer bundle Click."""
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings to override.")]
@@ -187,7 +187,7 @@ for _name, _row in MODULES.items():
 
 
 def build_command() -> Any:
-    """Return the Click command, with help that groups the subcommands and omits the types of flags and arguments."""
+    """Return the Click command; its help groups the subcommands and omits the types of flags and arguments."""
     command: Any = typer.main.get_command(app)
     command.commands = {name: command.commands[name] for names in GROUPS.values() for name in names}
     for group, names in GROUPS.items():
@@ -205,7 +205,7 @@ def build_command() -> Any:
 
 
 def main() -> int:
-    """Run the command line and return its exit code; a user error prints one line on stderr and returns 2."""
+    """Run the command line and return its exit code; for a user error, print one line to stderr and return 2."""
     arguments = sys.argv[1:] or ["--help"]
     try:
         # In standalone mode, Typer would draw a box around each error.
@@ -226,7 +226,7 @@ def main() -> int:
             say(f"error: {path_mistake}")
             return EXIT_USAGE
         if error.filename is None:
-            raise  # launcher/entry.py handles errors of standard output
+            raise  # launcher/entry.py handles write errors on standard output
         say(f"error: {error}")
         return EXIT_FAILED
 

@@ -1,4 +1,4 @@
-"""Run a command; a signal N makes it exit with code 128 + N and a one-line message instead of a traceback.
+"""Run a command; on signal N, exit with code 128 + N and a one-line message instead of a traceback.
 
 Used by launcher/cli.py and launcher/module.py. Imports little, so that signals are handled early.
 """
@@ -34,7 +34,7 @@ class SignalHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number or os.getpid() != self._process:
-            os._exit(exit_code_after(number))  # at a second signal, or in a worker forked by a library
+            os._exit(exit_code_after(number))  # on a second signal, or in a worker forked by a library
         self.number = number
         raise self._exception
 

@@ -1,8 +1,8 @@
-"""Record the starts of a SLURM job, to choose what the next start resumes from and to stop requeueing without progress.
+"""Record every attempt of a SLURM job, to choose where the next one resumes and to stop requeueing without progress.
 
-OUTPUT_DIR/logs/slurm-starts.json has an entry for each start of the newest job that launched ranks. The user's settings
-apply until they have taken effect: `output.overwrite` until the new run has written its record, and a named checkpoint
-until a newer one exists.
+OUTPUT_DIR/logs/slurm-starts.json has an entry for each attempt of the newest job that launched ranks. The user's
+settings apply until they have taken effect: `output.overwrite` until the new run has written its record, and a named
+checkpoint until a newer one exists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ RESUME_AUTO = "training.resume_from_checkpoint=auto"
 class JobStart:
     job: str
     newest: str
-    """Newest complete checkpoint at the start; empty if there is none."""
+    """Newest complete checkpoint when the attempt began; empty if there was none."""
     record: int
     """mtime of run.json in ns; 0 if the file is missing."""
     code: int | None = None
@@ -37,9 +37,9 @@ def get_job_id(env: Mapping[str, str]) -> str:
 
 
 def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str]:
-    """Return the overrides that resume from where the previous start of this job ended.
+    """Return the overrides that resume where the previous attempt of this job stopped.
 
-    Unless the settings name a checkpoint or overwrite the folder, the first start also resumes a run in it.
+    The first attempt resumes an existing run in the folder, unless the settings name a checkpoint or overwrite the run.
     """
     run_dir = Path(config.output_dir)
     first, current = next(iter(_read_earlier_starts(run_dir, env)), None), _read_current_start(run_dir, env)
@@ -55,14 +55,14 @@ def build_resume_settings(config: RunConfig, env: Mapping[str, str]) -> list[str
 
 
 def record_start(run_dir: Path, env: Mapping[str, str]) -> None:
-    """Record this start. Raises UserError if the last starts of this job all ended without a new step."""
+    """Record this attempt. Raises UserError if the last MAX_STARTS_WITHOUT_STEP attempts saved no new checkpoint."""
     starts, current = _read_earlier_starts(run_dir, env), _read_current_start(run_dir, env)
     _check_progress(starts, current)
     _write_starts(run_dir, [*starts, current])
 
 
 def record_end(run_dir: Path, env: Mapping[str, str], code: int) -> None:
-    """Record the exit code of this start. Raises UserError if it asks to requeue a job without progress."""
+    """Record this attempt's exit code. Raises UserError if it requests a requeue, but the job makes no progress."""
     starts = _read_starts(run_dir, env)
     starts[-1:] = [replace(start, code=code) for start in starts[-1:]]
     _write_starts(run_dir, starts)
@@ -89,7 +89,7 @@ def _read_current_start(run_dir: Path, env: Mapping[str, str]) -> JobStart:
 
 
 def _read_earlier_starts(run_dir: Path, env: Mapping[str, str]) -> list[JobStart]:
-    """Return the earlier starts of this job; empty at the first, because SLURM may reuse the IDs of older jobs."""
+    """Return this job's earlier attempts; empty on the first attempt, because SLURM may reuse an older job's ID."""
     # Earlier tasks of an array may have used this folder.
     is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
     return [] if is_first_task and (env.get("SLURM_RESTART_COUNT") or "0") == "0" else _read_starts(run_dir, env)

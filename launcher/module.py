@@ -1,4 +1,4 @@
-"""`python -m launcher.module MODULE ARGUMENTS`: run `main` of MODULE with signal handling and one-line errors."""
+"""`python -m launcher.module MODULE ARGUMENTS`: run MODULE's `main` with signal handling and one-line errors."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ from typing import NoReturn
 
 
 def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process with `python -m launcher.module MODULE ARGUMENTS`, which keeps its PID and terminal."""
+    """Replace this process with `python -m launcher.module MODULE ARGUMENTS`, keeping its PID and terminal."""
     from trainer.contract.standard_streams import PROGRESS
 
-    PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]), on_pipe=True)  # imports of torch take seconds
+    PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]), on_pipe=True)  # importing torch takes seconds
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # unblocked at the end of this file
     os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *arguments])
 

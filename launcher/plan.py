@@ -1,4 +1,4 @@
-"""Choose the launcher of a run's ranks, and build the command that starts them."""
+"""Choose the launcher for a run's ranks, and build the command that starts them."""
 
 import os
 import re
@@ -21,9 +21,9 @@ from trainer.contract.rendezvous import describe_port_problem, draw_port, find_f
 ENVIRONMENT_FILE = "environment"
 CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
 CommandBuilder = partial[Command]
-"""Builds the command that starts all ranks, from a rank's arguments and optionally its `module`."""
+"""Function that builds the command to start all ranks from the ranks' arguments and, optionally, their `module`."""
 Plan = tuple[CommandBuilder, Reach | None]
-"""How to build the command, and how to reach its ranks; None if they are children of this process."""
+"""Command builder, and the object that signals the ranks; None if they are children of this process."""
 LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
 
@@ -44,7 +44,7 @@ class LaunchRequest:
         return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
     def resolve_launcher(self) -> str:
-        """Resolve `auto`: hostfile if a hostfile is given, slurm in an allocation, else local.
+        """Return the launcher; `auto` means hostfile if one is given, slurm inside an allocation, otherwise local.
 
         Raises UserError for contradictory options.
         """
@@ -79,7 +79,7 @@ class LaunchRequest:
 
 
 def plan(request: LaunchRequest, logs: Path) -> Plan:
-    """Plan how to start the ranks and how to signal them. Raises UserError for options that cannot work."""
+    """Plan how to start and signal the ranks. Raises UserError for invalid options."""
     launcher = request.resolve_launcher()
     address, port = request.master_addr, request.master_port
     if launcher == "local":
@@ -101,7 +101,7 @@ def plan(request: LaunchRequest, logs: Path) -> Plan:
 
 
 def plan_on_hosts(request: LaunchRequest, logs: Path, slots: Slots, address: str | None) -> Plan:
-    """Plan a run on `slots` of a hostfile. The rendezvous address is `address`, by default the first host."""
+    """Plan a run on `slots` of a hostfile; `address` is the rendezvous address, by default the first host's."""
     assert request.hostfile is not None
     build = partial(
         build_hostfile_command,
@@ -124,7 +124,7 @@ def select_slots(request: LaunchRequest) -> Slots:
 
 
 def _resolve_address(host: str) -> str | None:
-    """Return the host's name if other hosts can resolve it, else None. DeepSpeed then asks the host itself."""
+    """Return the host's name if other hosts can resolve it; otherwise None, and DeepSpeed runs `hostname -I` there."""
     name = host.rpartition("@")[2]
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}

@@ -21,13 +21,13 @@ from trainer.contract.output_files import check_settings_file
 
 CONFIGS = HOME / "configs"
 HUB_TIMEOUT_S = 4.0
-# Name of a preset -> file in configs/.
+# Preset name -> file in configs/.
 _SAME_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
     mixtral-8x7b scu-kl dpo kto reward vision sdxl sd3.5-medium flux-dev flux2-klein"""
 PRESETS = {name: name for name in _SAME_NAMES.split()} | {
     "olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m",
 }  # fmt: skip
-# Prefix of a model name -> preset, where it differs from the preset's name.
+# Model name prefix -> preset, if the prefix differs from the preset's name.
 NAME_PREFIXES = {
     "stable-diffusion-xl": "sdxl",
     "stable-diffusion-3.5": "sd3.5-medium",
@@ -35,7 +35,7 @@ NAME_PREFIXES = {
     "flux1": "flux-dev",
     "flux.2-klein": "flux2-klein",
 }
-FALLBACK_PRESET = "tinyllama"  # for a model without its own
+FALLBACK_PRESET = "tinyllama"  # for models without their own preset
 DEFAULT_PRESET = "smollm2"  # without --model; trains on a laptop
 MODEL_FILES = ("config.json", "model_index.json")
 SETTING = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
@@ -122,7 +122,7 @@ def _is_readable(model: str | None, data: str | None) -> bool:
 
 
 def find_nearest_preset(model: str) -> str:
-    """Return the preset named like the model or its family, otherwise one that suits most models."""
+    """Return the preset named after the model or its family, or FALLBACK_PRESET if there is none."""
     normalized = _normalize(_build_file_name(model))
     prefixes = {**{name: name for name in PRESETS}, **NAME_PREFIXES}
     matches = (preset for name, preset in prefixes.items() if normalized.startswith(_normalize(name)))
@@ -130,7 +130,7 @@ def find_nearest_preset(model: str) -> str:
 
 
 def render_preset(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:
-    """Return the preset's file for `output`, `model` and `data`, with a comment above each setting.
+    """Return the preset's YAML with `output`, `model` and `data` filled in, and a comment above each setting.
 
     Raises UserError for an unknown preset.
     """

@@ -1,4 +1,4 @@
-"""The slots (GPUs or CPU ranks) of a run's first start, and the choice among them when it restarts."""
+"""Choose which of a run's slots (GPUs or CPU ranks) to use when it restarts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from trainer.contract.rendezvous import find_free_port
 class RestartPlan:
     plan: Plan
     slots: tuple[int, ...]
-    """For each rank, its slot of the first start."""
+    """Slot number of each rank."""
     available: int
-    """Number of usable slots; some stay idle if their number does not divide the global batch."""
+    """Number of available slots; some stay idle if it does not divide the global batch size."""
 
 
 class RankSlots:
-    """Slots of this machine, hosts or SLURM job, numbered by rank in the first start; plans restarts on them."""
+    """Plans restarts on a run's slots, which are numbered by their rank in the first attempt."""
 
     def __init__(self, request: LaunchRequest, logs: Path, build: CommandBuilder) -> None:
         self._request, self._logs, self._launcher = request, logs, request.resolve_launcher()
@@ -39,7 +39,7 @@ class RankSlots:
         self._allocation: Allocation | None = options.get("allocation")
 
     def find_failure_domain(self, slot: int) -> tuple[str, frozenset[int]] | None:
-        """Return the GPU, slot or node to exclude for a failed slot, and all slots it covers; None under mpirun."""
+        """Return the GPU, slot or node to exclude after `slot` failed, and the slots it covers; None under mpirun."""
         if self._launcher == "mpi":
             return None
         if self._allocation is not None:
@@ -55,12 +55,12 @@ class RankSlots:
     def plan_restart(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         """Plan a restart on the largest number of available slots that divides `total`, or on all if `total` is None.
 
-        Skips `excluded` and prints what is unavailable. Raises UserError if no slot is available.
+        Skips slots in `excluded` and prints lost hosts and GPUs. Raises UserError if no slot is available.
         """
         if self._launcher == "local":
             return self._plan_local(excluded, total)
         if self._launcher == "hostfile":
-            # A run that is not elastic may use hosts added to the file since its start.
+            # A run that is not elastic may use hosts added to the file since it started.
             host_slots = self._host_slots if total is not None else _flatten(select_slots(self._request))
             return self._plan_hosts(host_slots, excluded, total)
         if self._allocation is not None:
@@ -103,7 +103,7 @@ class RankSlots:
         return RestartPlan(plan_on_hosts(self._request, self._logs, chosen, address), slots, len(available))
 
     def _plan_nodes(self, allocation: Allocation, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Choose how many nodes and ranks per node give the most ranks; srun needs equal numbers on all nodes."""
+        """Choose the nodes and ranks per node that give the most ranks; srun needs the same number on every node."""
         lost, size = detect_lost_nodes(allocation), allocation.ranks_per_node
         if lost:
             say(f"lost nodes: {', '.join(lost)}")
@@ -114,7 +114,7 @@ class RankSlots:
         ]
         if not nodes:
             raise UserError(f"SLURM job {allocation.job_id}: none of its nodes is available; submit the job again")
-        # Of layouts with the same number of ranks, the dict keeps the last, which uses the fewest nodes.
+        # If layouts have the same number of ranks, the dict keeps the last one, which uses the fewest nodes.
         layouts = {count * ranks: (count, ranks) for count in range(len(nodes), 0, -1) for ranks in range(1, size + 1)}
         count, ranks = layouts[find_largest_divisor(layouts, total)]
         reduced = replace(
@@ -132,5 +132,5 @@ def _flatten(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
 
 
 def find_largest_divisor(numbers: Iterable[int], total: int | None) -> int:
-    """Return the largest of `numbers` that divides `total`, 0 if none does; if `total` is None, the largest of all."""
+    """Return the largest of `numbers` that divides `total`, or 0 if none does; if `total` is None, the largest one."""
     return max((number for number in numbers if total is None or total % number == 0), default=0)

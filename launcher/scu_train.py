@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def check_requirements(output: Path) -> int:
-    """Print the checks of `zerolora doctor` that need no torch; return 1 if any fails."""
+    """Run and print the `zerolora doctor` checks that do not need torch; return 1 if any fails."""
     checks = [*check_packages(), *check_driver(), check_space("disk: output_dir", output, FREE_GIB)]
     print_checks(checks, as_json=False)
     return EXIT_FAILED if any(check.state == "FAIL" for check in checks) else EXIT_OK
@@ -88,7 +88,7 @@ def _prepare_data(options: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _copy_output_to(log: Path) -> None:
-    """Append all further output of this process to a log, in addition to printing it."""
+    """Append all further output from this process to a log, in addition to printing it."""
     for descriptor in (1, 2):
         copier = subprocess.Popen(
             ["tee", "-a", "-p", log], stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True

@@ -44,7 +44,7 @@ def start(
 ) -> int:
     """Check the run, tokenize its data, run the ranks, and return the exit code.
 
-    `flags`: console options for the ranks. `is_job_start`: record this as a start of a SLURM job.
+    `flags` are console options for the ranks. `is_job_start` records this as an attempt of a SLURM job.
     """
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
@@ -94,7 +94,7 @@ def get_version() -> str:
 
 
 class Attempts:
-    """Starts and restarts the ranks of one run while its folder is locked."""
+    """Starts and restarts a run's ranks while its folder is locked."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class Attempts:
         prestarted: PrestartedRanks | None,
         screen: int,
     ) -> None:
-        """Use `planned` and the `prestarted` ranks for the first start; restarts choose among `slots`.
+        """Use `planned` and the `prestarted` ranks for the first attempt; restarts choose among `slots`.
 
-        `screen` is the file descriptor to which rank 0 writes if it runs on this machine.
+        `screen` is the file descriptor that rank 0 writes to if it runs on this machine.
         """
         self._arguments, self._training, self._prestarted = arguments, config.training, prestarted
         self._adapters, self._screen = config.adapters, screen
@@ -166,10 +166,10 @@ class Attempts:
         return Ending.from_heartbeats(self._logs, code, fault, command.ranks)
 
     def _plan_restart(self) -> tuple[CommandBuilder, Reach | None, list[str]]:
-        """Plan a restart on the available slots; return the plan and the settings that preserve the global batch.
+        """Plan a restart on the available slots; return the plan and the settings that preserve the global batch size.
 
-        With `training.elastic`, uses the largest number of ranks that divides the global batch, otherwise the initial
-        number. Raises UserError if too few slots are available.
+        Uses the initial number of ranks or, with `training.elastic`, the largest one that divides the global batch
+        size. Raises UserError if too few slots are available.
         """
         total = self._read_global_batch() if self._training.elastic else None
         restart = self._slots.plan_restart(self._excluded, total)
@@ -188,7 +188,7 @@ class Attempts:
                 + f"; {restart.available} does not divide the batch of {total} samples" * (restart.available > ranks)
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
-        # training.batch_size stays the upper bound of the micro-batch.
+        # training.batch_size remains the upper bound for the micro-batch size.
         return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
 
     def _exclude(self, ending: Ending) -> str | None:
@@ -203,7 +203,7 @@ class Attempts:
         return name
 
     def _read_global_batch(self) -> int | None:
-        """Return the samples per step from the run's resolved settings; None before they are written."""
+        """Return the global batch size from the run's resolved settings, or None if they are not yet written."""
         try:
             names = ("training.batch_size", "training.gradient_accumulation_steps")
             sizes = [read_value(self._logs.parent / "training_config.json", name, Positive) for name in names]
@@ -214,7 +214,7 @@ class Attempts:
 
 
 def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
-    """Return `training.max_restarts`; by default 0 under srun in a job that SLURM requeues, else 3."""
+    """Return `training.max_restarts`, or its default: 0 under srun in a job that SLURM requeues, otherwise 3."""
     if setting is not None:
         return setting
     return 0 if isinstance(reach, SrunReach) and can_be_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS

@@ -79,7 +79,7 @@ def read_job_id(run: Path) -> str:
 
 
 def read_job(number: str) -> list[dict[str, str]]:
-    """Return SLURM's fields of a job, or of each task of an array; empty if SLURM does not know the job."""
+    """Return SLURM's fields for a job, or for each task in an array; empty if SLURM has no record of the job."""
     if shutil.which("scontrol") is None:
         raise UserError(f"job {number}: scontrol is missing; run this on the cluster, or use the folder of the run")
     result = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
@@ -95,13 +95,13 @@ def read_job(number: str) -> list[dict[str, str]]:
 
 
 def find_run_dir(job: Mapping[str, str]) -> Path | None:
-    """Return the run's folder from the job's comment."""
+    """Return the run's folder from the job's comment, or None."""
     comment = job.get("Comment", "")
     return Path(comment.removeprefix(COMMENT)) if comment.startswith(COMMENT) else None
 
 
 def _find_end_state(job: Mapping[str, str], run: Path) -> str | None:
-    """Return the state of a job that has ended; None while it runs, or if another job uses the folder now."""
+    """Return the state of a job that has ended; None if it is active, or if another job now uses the folder."""
     return job["JobState"] if read_job_id(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
 
 
@@ -195,7 +195,7 @@ def _read_metrics(path: Path) -> list[Record]:
 
 
 def _compute_total_steps(run: Path, last: Record) -> int | None:
-    """Return the total steps of the run, from its settings or the epochs completed; None if unknown."""
+    """Return the run's total number of steps, from its settings or the epochs completed; None if unknown."""
     settings, epochs_done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
     with suppress(FileNotFoundError, UnreadableFileError):
         steps: int | None = read_value(settings, "training.max_steps", Count | None)

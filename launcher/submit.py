@@ -32,27 +32,27 @@ MAX_RUNS = 1000
 RESUME = "training.resume_from_checkpoint"
 ARRAY_FORMAT = "must be task numbers such as 0-7, 0,3,5 or 0-12:2; append %2 to run two at a time"
 _SHORT = re.compile("-[ABCDFGJLMNSabcdeimnopqtwx]")
-"""The short options of sbatch that have a value."""
+"""sbatch's short options that take a value."""
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]) -> list[str]:
-    """Return sbatch's options, without those that are None. Raises UserError for empty or multi-line values."""
+    """Return sbatch's arguments for the options that are not None. Raises UserError for empty or multi-line values."""
     for name, value in options.items():
         if isinstance(value, str) and not value.strip():
             raise UserError(f"--{name} {value!r}: must not be empty; omit it to use SLURM's default")
     arguments = [*(f"--{name}={value}" for name, value in options.items() if value is not None), *extra]
     for option in arguments:
-        if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line of the script
+        if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line in the script
             option_text = f"{'--sbatch ' * (option[:1] != '-')}{option!r}"
             raise UserError(f"{option_text}: must be one line that begins with dashes, such as --mem=0")
-        if option.removeprefix("--") in options or _SHORT.fullmatch(option):  # with a value it replaces ours
+        if option.removeprefix("--") in options or _SHORT.fullmatch(option):  # a value would replace ours
             raise UserError(f"--sbatch {option}: must be {option} with its value, such as --nodes=2")
     return ["--requeue", "--open-mode=append", *arguments]
 
 
 def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
-    """Raise UserError if `ranks` is set together with GPUs, or if no step fits into `time` before `grace`."""
+    """Raise UserError if `ranks` is set together with GPUs, or if `time` minus `grace` is too short for a step."""
     if gpus and ranks is not None:
         raise UserError("--ranks-per-node: must not be set with GPUs; remove the option, or add --gpus-per-node 0")
     limit_s = parse_time_limit(time)
@@ -87,7 +87,7 @@ def parse_task_ranges(tasks: str) -> list[range]:
         if match is None or int(match[1]) > int(match[2] or match[1]):
             raise UserError(f"--array {tasks}: {ARRAY_FORMAT}")
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        ranges.append(range(first, last + 1, max(step, 1)))  # not a list of numbers, which may be millions
+        ranges.append(range(first, last + 1, max(step, 1)))  # not a list, which could have millions of items
     return ranges
 
 
@@ -134,7 +134,7 @@ def submit(
     check_job(time, grace, gpus_per_node, ranks_per_node)
     array = array or (f"0-{len(lines) - 1}" if lines else None)
     logs = run_dir / "logs"
-    # SLURM's pattern for the log: one file per task of an array, reused by later starts.
+    # SLURM's pattern for the log: one file per array task, to which later attempts append.
     pattern = str(logs / ("slurm-%A_%a.log" if array else "slurm-%j.log"))
     options: dict[str, str | int | None] = {
         "job-name": job_name or run_dir.name,
@@ -166,7 +166,7 @@ def submit(
 def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
     if shutil.which("sbatch") is None:
         raise UserError("zerolora submit: sbatch is missing; run this on the cluster's login node, or add --dry-run")
-    # SAFE_PATH is only for our own processes: scripts of the user may import modules next to them.
+    # SAFE_PATH is only for our own processes: users' scripts may import modules next to them.
     environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
     missing = [path for path in (*files, *script.parents) if not path.exists()]
     previous = {path: path.read_bytes() for path in files if path.exists()}
@@ -178,7 +178,7 @@ def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
         if result.returncode:
             raise UserError(f"sbatch: {_join_lines(result.stderr) or result.returncode}; nothing was submitted")
     except BaseException:
-        for path, content in previous.items():  # an array in the queue may need them
+        for path, content in previous.items():  # a queued array may need them
             path.write_bytes(content)
         for path in missing:
             if path.is_dir():
@@ -204,7 +204,7 @@ def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues
 
 
 def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:
-    """Return a line of settings, with the output folder, for each run of a sweep: one per combination of values.
+    """Return one line of settings, including the output folder, for each combination of values in a sweep.
 
     Raises UserError for malformed text, for settings that are also in `fixed`, and for too many runs.
     """
@@ -232,7 +232,7 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
 
 
 def load_run_configs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
-    """Return the configuration of each run of a sweep.
+    """Return the configuration of each run in a sweep.
 
     Raises UserError for invalid runs, and for two runs with the same settings or the same folder.
     """
@@ -250,6 +250,6 @@ def load_run_configs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -
 
 
 def _build_folder_name(settings: Sequence[str]) -> str:
-    """Return a name such as `learning_rate=1e-4,r=8`."""
+    """Return a folder name such as `learning_rate=1e-4,r=8`."""
     parts = [setting.partition("=") for setting in settings]
     return ",".join(f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, _, value in parts)

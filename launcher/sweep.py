@@ -66,7 +66,7 @@ def sweep(
     table: Annotated[bool, typer.Option("--table", help="Only show the current results.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and exit.")] = False,
 ) -> None:
-    """Train every combination of the given values, then show the runs in a table and a page, best first."""
+    """Train every combination of the given values, then show the runs in a table and an HTML report, best first."""
     arguments = [*(settings or []), *context.args]
     first_option = next((at for at, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     submit_options = arguments[first_option:]
@@ -123,7 +123,7 @@ def _submit_array(
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split settings into those with several values and those fixed for all runs; raises UserError for invalid ones."""
+    """Split settings into those with several values and those fixed for all runs. Raises UserError for invalid ones."""
     axes: list[str] = []
     fixed: list[str] = []
     for text in settings:
@@ -137,7 +137,7 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[SweepRun]:
-    """Return all runs after validation, with exit code 0 for finished ones. Raises UserError for invalid settings."""
+    """Validate and return all runs, with exit code 0 for finished runs. Raises UserError for invalid settings."""
     lines = expand_sweep(axes, folder, fixed)
     recorded = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []
@@ -148,7 +148,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
         if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; use another output_dir")
         if earlier and earlier.digest == digest:
-            # The jobs of an array record no exit codes, but their ranks do.
+            # Array jobs do not record exit codes, but their ranks do.
             codes = {beat.exit_code for beat in read_heartbeats(run.folder / "logs").values()}
             run.exit_code = 0 if earlier.exit_code == 0 or codes == {0} else None
         runs.append(run)
@@ -158,11 +158,11 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 def combine_runs(
     config: Path, runs: Sequence[SweepRun], fixed: Sequence[str], folder: Path, gpus: Sequence[int], *, dry_run: bool
 ) -> list[SweepRun]:
-    """Combine runs evenly into as few joint runs (`adapters`) as the memory estimate of a GPU allows."""
+    """Combine runs evenly into as few joint runs (`adapters`) as the estimated GPU memory allows."""
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
     if len(waiting) > 1:
-        load_config(config, _combine_settings(waiting, fixed, folder))  # raises for settings that adapters share
+        load_config(config, _combine_settings(waiting, fixed, folder))  # raises if a setting cannot differ per adapter
     if not dry_run:
         record_runs(folder, runs)
     if len(waiting) < 2:
@@ -186,7 +186,7 @@ def _combine_settings(runs: Sequence[SweepRun], fixed: Sequence[str], folder: Pa
 
 
 def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
-    """Return whether a run fits a GPU according to `zerolora estimate`; True if there is no estimate for its model."""
+    """Return whether a run fits on a GPU according to `zerolora estimate`; True if its model cannot be estimated."""
     query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     memory = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     command = [sys.executable, "-m", "launcher.cli", "estimate", str(config), *settings, "--json"]
@@ -204,7 +204,7 @@ def _report_finished(runs: Sequence[SweepRun]) -> None:
 
 
 def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[int]]:
-    """Split GPUs into groups of `gpus_per_run`; return one empty group if each run uses all GPUs, or there are none."""
+    """Split GPUs into groups of `gpus_per_run`; return one empty group if each run uses all GPUs or there are none."""
     if gpus_per_run is not None and gpus_per_run < 1:
         raise UserError(f"--gpus-per-run {gpus_per_run}: must be 1 or more")
     if gpus_per_run is None or not gpus:
@@ -223,7 +223,7 @@ def build_train_command(config: Path, run: SweepRun, gpus_per_run: int | None) -
 def train_runs(
     config: Path, runs: list[SweepRun], slots: list[Sequence[int]], gpus_per_run: int | None, folder: Path
 ) -> None:
-    """Start runs as GPUs become free, until all have finished; forward stop signals to active runs."""
+    """Start runs as GPUs become free, until all have finished; if interrupted, stop the active runs."""
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished(runs)
@@ -282,5 +282,5 @@ def _record_end(run: SweepRun, runs: list[SweepRun], folder: Path) -> None:
 def record_runs(folder: Path, runs: Sequence[SweepRun]) -> None:
     """Record the runs with their settings and exit codes; keep the records of other sweeps in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [run for run in runs if run.folder != folder]  # adapters of a joint run record themselves
+    runs = [run for run in runs if run.folder != folder]  # a joint run records its adapters itself
     write_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])

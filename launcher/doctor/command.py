@@ -66,7 +66,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     only_here: Annotated[bool, typer.Option(hidden=True, help="Check only this machine and print JSON.")] = False,
 ) -> None:
-    """Check everything that a run needs. Print a fix for each problem, and exit with 1 if a check fails."""
+    """Check everything that a run needs. Print a fix for each problem, and exit with code 1 if a check fails."""
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
@@ -89,7 +89,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: L
     if any(check.name == "ssh" and check.state == "FAIL" for check in checks):
         return [*checks, Check("ranks", "WARN", "not tested, because ssh cannot start them", "fix the problems above")]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
-        request = replace(request, master_port=None)  # test the rest at another port
+        request = replace(request, master_port=None)  # test the rest on another port
     with tempfile.TemporaryDirectory() as folder:
         try:
             build, reach = plan(request, Path(folder))
@@ -127,7 +127,7 @@ def _check_other_hosts(chosen: str, request: LaunchRequest, arguments: Sequence[
 
 
 def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
-    """Run the checks that need torch in a child process. Return them, and the estimated memory and disk in bytes."""
+    """Run the checks that need torch in a child process; return them and the estimated memory and disk use in bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     output, problem = _run_probe(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
@@ -145,12 +145,12 @@ def check_ranks(command: Command) -> list[Check]:
 
 
 def _run_probe(command: Command, patience_s: float) -> tuple[Any, str]:
-    """Run a command. Return the JSON that it prints after MARK, or None and a description of the problem."""
+    """Run a command and return the JSON that it prints after MARK, or None and a description of the problem."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if any(process.returncode for process in processes):  # the others cannot finish without the failed one
+            if any(process.returncode for process in processes):  # other ranks cannot finish without the failed one
                 deadline = min(deadline, time.monotonic() + LAST_OUTPUT_S)
             time.sleep(POLL_S)
         still_running = [process for process in processes if process.poll() is None]
@@ -172,7 +172,7 @@ def _run_probe(command: Command, patience_s: float) -> tuple[Any, str]:
 
 
 def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
-    """Print the checks as a table, or as one JSON object with `checks` and the `counts` of each state."""
+    """Print the checks as a table, or as one JSON object with `checks` and their `counts` by state."""
     listed = list(checks)
     counts = {state: sum(check.state == state for check in listed) for state in COLORS}
     if as_json:
@@ -183,7 +183,7 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    # List only the problems of other hosts, of which there may be hundreds.
+    # There may be hundreds of other hosts, so list only their problems.
     passed = {check.host: 0 for check in listed if check.host}
     for check in listed:
         if check.host and check.state == "OK":
@@ -202,7 +202,7 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
-    """Check that ssh reaches every host without a password, and finds this Python and the working directory there."""
+    """Check that ssh reaches every host without a password, and that this Python and working directory exist there."""
     problems = detect_unreachable_hosts(hosts, Path.cwd())
     for host in hosts:
         if host in problems:
@@ -213,7 +213,7 @@ def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
 
 
 def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
-    """Run the doctor on these hosts, and return the checks of all hosts except this one."""
+    """Run `zerolora doctor` on these hosts; return the checks from all hosts except this one."""
     variables = select_exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_build_local_doctor_command(arguments))}"
@@ -221,7 +221,7 @@ def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[C
 
 
 def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
-    """Run the doctor on every node of an allocation, and return the checks of all nodes except this one."""
+    """Run `zerolora doctor` on every node in an allocation; return the checks from all nodes except this one."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
     command = _build_local_doctor_command(arguments)
     return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
@@ -245,7 +245,7 @@ def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
 
 
 def parse_doctor_output(printed: str, host: str) -> list[Check]:
-    """Return the checks that the doctor of a host printed after MARK; an empty list if missing or damaged."""
+    """Return the checks that `zerolora doctor` printed after MARK on a host; empty if they cannot be parsed."""
     with suppress(UnreadableFileError):
         name, _, text = printed.rpartition(MARK)[2].partition("\n")[0].partition(" ")
         return [replace(check, host=name) for check in parse_json(text, Path(host), list[Check])]

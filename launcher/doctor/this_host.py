@@ -1,4 +1,4 @@
-"""Checks of this machine by `zerolora doctor` that do not need torch: packages, space, locks, ports, time limits."""
+"""Machine checks for `zerolora doctor` that do not need torch: packages, driver, disk, memory, build locks, port."""
 
 import errno
 import importlib.util
@@ -27,14 +27,14 @@ from trainer.contract.rendezvous import describe_port_problem, get_host_name
 PROJECT = HOME / "pyproject.toml"
 GIB = 2**30
 SMI_TIMEOUT_S = 60.0
-# Oldest compute capability that torch's builds and the operators support.
+# Lowest compute capability that torch's builds and the operators support.
 MIN_CAPABILITY = (7, 0)
-# A 1B model in 4 bits needs a GPU that is sold as 8 GB (decimal).
+# A 4-bit 1B model needs a GPU sold as 8 GB (decimal).
 MIN_GPU_MIB = 8e9 / 2**20
-# For Granite 4.0 H and Falcon H1; unless both are installed, transformers computes these layers in plain torch.
+# Kernels for Granite 4.0 H and Falcon H1; unless both are installed, transformers uses plain torch for Mamba layers.
 MAMBA = ("mamba-ssm", "causal-conv1d")
 MIN_FREE_GIB = 1.0
-"""Minimum free disk space, below which `zerolora train` refuses to start."""
+"""Free disk space below which `zerolora train` refuses to start."""
 RECOMMENDED_GIB = 10.0
 NCCL_SHM_GIB = 1.0
 """Space in /dev/shm that NCCL needs to connect the GPUs of a host; Docker's default is 64 MiB."""

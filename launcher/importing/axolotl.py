@@ -1,4 +1,4 @@
-"""Translate Axolotl's YAML: its keys to our settings, and its defaults where they differ from ours."""
+"""Translate Axolotl's YAML: its keys to our settings, and its defaults if they differ from ours."""
 
 import re
 from typing import Any
@@ -74,7 +74,7 @@ def translate_adapter(t: Translation) -> None:
     pattern = t.get("lora_target_modules")
     common.set_default_targets(t, "adapter")
     if isinstance(pattern, str) and not re.fullmatch(r"[\w.,\s-]+", pattern) and not t.get("lora_target_linear"):
-        # Versions of transformers put the language model at different paths.
+        # The language model's module path differs between versions of transformers.
         relaxed = re.sub(r"^[\w.\\]*language_model[\w.\\]*layers", ".*layers", pattern)
         t.put("lora.target_modules", [relaxed], "lora_target_modules")
     common.set_experts(t)
@@ -107,7 +107,7 @@ def translate_training(t: Translation) -> None:
 
 
 def translate_saves_and_evaluations(t: Translation) -> None:
-    """Set when to save and evaluate (once an epoch by default), when to stop, and where to report."""
+    """Set when to save and evaluate (once per epoch by default), when to stop, and where to report."""
     each_epoch = None if t.get_setting("dataset.streaming") else ("s_per_epoch", 1)
     common.set_saves_and_evaluations(t, each_epoch, each_epoch)
     if t.get("wandb_project") and t.get("use_wandb") is not False:
@@ -160,7 +160,7 @@ def check_media(t: Translation) -> None:
     elif has_processor or re.search(r"(?<![a-z])(llava|images?|vision|vqa)(?![a-z])", paths):
         common.check_images(t, "base_model")
         targets = t.get("lora_target_modules")
-        if isinstance(targets, list) or re.search("vision|visual", str(targets)):  # PEFT finds names in towers too
+        if isinstance(targets, list) or re.search("vision|visual", str(targets)):  # PEFT also matches the tower
             t.put("vision.train", "lora", "lora_target_modules")
         t.note("processor_type", "only answers are trained on; images are scaled by the model's processor")
 
@@ -220,7 +220,7 @@ def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
     fields = {name.removeprefix("field_"): keys[name] for name in PAIR_FIELDS if name in keys}
     is_kto = rl.lower() == "kto"
     if is_kto and style == "argilla_chat":
-        fields["messages"] = "completion"  # has the question and answer as turns
+        fields["messages"] = "completion"  # contains the question and answer as turns
     elif style in QUESTIONS or rl == "reward":
         fields["instruction"] = QUESTIONS.get(style, "input")
     return {"format": "unpaired" if is_kto else "preference", "fields": fields}
@@ -243,7 +243,7 @@ def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]
 
 
 def read_shared(t: Translation, name: str) -> tuple[Any, str]:
-    """Return the value of a key that must be the same for all sources, and the dotted name that sets it."""
+    """Return the value of a key that must be the same for all sources, and the dotted name of the key that sets it."""
     if t.get(name):
         return t.get(name), name
     values = [(entry[name], f"{at}.{name}") for at, entry in list_entries(t) if name in entry]

@@ -74,7 +74,7 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
 
 
 def drop_unused_settings(translation: Translation) -> None:
-    """Replace settings without effect with remarks, because other trainers accept options of disabled features."""
+    """Replace settings that have no effect with remarks; other trainers accept options for disabled features."""
     try:
         config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
     except ValidationError:  # load_text reports it

@@ -1,4 +1,4 @@
-"""Translation rules shared by Axolotl, LLaMA-Factory and TRL, which use many settings of transformers."""
+"""Translation rules shared by Axolotl, LLaMA-Factory and TRL, which have many of transformers' settings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from trainer.config.yaml_core import Yaml11Loader, read_yaml
 REASONS: dict[str, str] = read_tables()["reasons"]
 VISION = REASONS["vision"]
 UNREAD_IMAGES = read_tables()["unread_images"].replace(" ", "")
-"""Pattern for the names of models that zerolora trains only on text."""
+"""Pattern for the names of models that zerolora trains on text only."""
 NO_DATA = "set it to the data to train on"
 INT8 = (
     "weights (per row), inputs (per token) and matmuls are int8, without LLM.int8's outliers in 16 bits; on Hopper "
@@ -32,11 +32,11 @@ FSDP_WORDS = {*map(str.lower, FSDP_STAGES), "offload", "auto_wrap", "true"}
 ATTENTION = r"eager|sdpa|(paged\|)?flash_attention_\d|flex_attention|xformers|sage|s2|fp8|[\w.|-]+/.+"
 
 Interval = tuple[str, float]
-"""Every N steps as ("steps", N), or N times per epoch as ("s_per_epoch", N)."""
+"""("steps", N) for every N steps, or ("s_per_epoch", N) for N times per epoch."""
 
 
 def build_alpaca_prompts(style: str) -> tuple[str, str]:
-    """Return the prompts of Stanford Alpaca for records with and without an input."""
+    """Return Stanford Alpaca's prompt templates for records with and without an input."""
     system, *turns = STYLES[style]
     with_input, without = (
         system.replace("{system}", text) + turn for text, turn in zip(read_tables()["alpaca"], turns, strict=True)
@@ -47,7 +47,7 @@ def build_alpaca_prompts(style: str) -> tuple[str, str]:
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
     """Set preference training with weighted losses, or a reward model if `losses` is None.
 
-    `length` is the other trainer's key for the length of a prompt with one answer; our setting counts both answers.
+    `length` is the other trainer's key for the maximum length of a prompt and one answer; ours includes both answers.
     """
     for name in names:
         if isinstance(weight := t.get(name), int | float) and weight < 0:
@@ -146,7 +146,7 @@ def set_default_targets(t: Translation, name: str) -> None:
 
 
 def drop_absent_layers(t: Translation) -> None:
-    """Remove targets that the model, recognized by name, does not have; PEFT ignores them, zerolora reports them."""
+    """Remove targets that the model, recognized by name, does not have; PEFT ignores them, zerolora rejects them."""
     targets, names = t.settings.get("lora.target_modules", ((), ()))
     for pattern, layers in read_tables()["absent_layers"].items():
         found = re.search(pattern, str(t.get_setting("base_model")), re.IGNORECASE)
@@ -156,7 +156,7 @@ def drop_absent_layers(t: Translation) -> None:
 
 
 def set_experts(t: Translation) -> None:
-    """Adapt fused experts (stored as one tensor) only if named explicitly: PEFT's all-linear excludes them."""
+    """Adapt fused experts (stored as one tensor) only if they are named: PEFT's all-linear excludes them."""
     drop_absent_layers(t)
     if named := split_names(t.get("lora_target_parameters")):
         t.put("lora.target_parameters", named, "lora_target_parameters")
@@ -234,7 +234,7 @@ def set_thinking(t: Translation) -> None:
 
 
 def set_distribution(t: Translation) -> None:
-    """Set the ZeRO stage from the configuration of DeepSpeed or FSDP; 0 for optimizers that need full matrices."""
+    """Set the ZeRO stage from a DeepSpeed or FSDP configuration; default to 0 if the optimizer needs full matrices."""
     options = t.get("fsdp_config")
     if options is not None or not is_off(t.get("fsdp")):
         name = "fsdp" if options is None else "fsdp_config"
@@ -250,7 +250,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read the file of the key `name` as `kind`. Return None if it is missing, or invalid after reporting an error."""
+    """Read a file as `kind`. Return None if it is missing; if it is invalid, also report an error for key `name`."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -264,7 +264,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
 
 
 def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
-    """Convert `value`, from the file of the key `name`, to `kind`. If it does not match, report it and return None."""
+    """Convert part of a file to `kind`; if it does not match, report an error for key `name` and return None."""
     problems: list[str] = []
 
     def report(inner: str, part: Any, problem: str) -> None:
@@ -277,7 +277,7 @@ def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value
 
 
 def set_partition(t: Translation, name: str, value: Any) -> None:
-    """Set ZeRO stage and offload from a DeepSpeed or accelerate configuration, given as a mapping or a path."""
+    """Set the ZeRO stage and offloading from a DeepSpeed or accelerate configuration, given as a mapping or a path."""
     value = read_partition(t, name, value)
     options = (value or {}).get("deepspeed_config", {})
     if "deepspeed_config_file" in options:
@@ -296,9 +296,9 @@ def set_partition(t: Translation, name: str, value: Any) -> None:
 
 
 def read_partition(t: Translation, name: str, value: Any) -> Any:
-    """Return a configuration of DeepSpeed, FSDP or accelerate. Read it if `value` is a path.
+    """Return a DeepSpeed, FSDP or accelerate configuration, given as a mapping or a path.
 
-    Returns None if the file is missing or damaged. If it is missing, sets the ZeRO stage from its name.
+    Returns None if the file is missing or invalid. If it is missing, sets the ZeRO stage from the file's name.
     """
     if not isinstance(value, str):
         return value
@@ -309,7 +309,7 @@ def read_partition(t: Translation, name: str, value: Any) -> Any:
 
 
 def set_stage_by_name(t: Translation, name: str, path: str) -> None:
-    """Set ZeRO stage and offload from the name of a missing file, such as one that TRL or accelerate provides."""
+    """Set the ZeRO stage and offloading from the name of a missing file, such as one provided by TRL or accelerate."""
     match = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
     if "fsdp" in path:
         set_fsdp(t, name, {})
@@ -322,7 +322,7 @@ def set_stage_by_name(t: Translation, name: str, path: str) -> None:
 
 
 def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | None]) -> None:
-    """Set the ZeRO stage and offloading; `offload`: devices of optimizer and parameters."""
+    """Set the ZeRO stage and offloading; `offload` has the devices for the optimizer and the parameters."""
     optimizer, parameters = (device in ("cpu", "nvme") for device in offload)
     t.put("zero.stage", stage, name)
     if optimizer and stage:
@@ -338,7 +338,7 @@ def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | Non
 
 
 def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
-    """Set the ZeRO stage from FSDP's sharding: full sharding is stage 3, sharded gradients stage 2."""
+    """Set the ZeRO stage from FSDP's sharding: full sharding becomes stage 3, gradient sharding stage 2."""
     settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     words = [] if is_off(t.get("fsdp")) else " ".join(split_names(t.get("fsdp"))).lower().split()
     if unknown := [word for word in words if word not in FSDP_WORDS]:

@@ -10,11 +10,11 @@ from launcher.importing.translation import ForeignConfig, Translation, load_tabl
 KEYS = load_table("llamafactory")
 V1_KEYS = load_table("llamafactory_v1")
 V1_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
-"""Converter of the layout of USE_V1=1 -> format here."""
+"""Converter in the v1 layout (USE_V1=1) -> our format."""
 _TABLES = read_tables()
 TURNS, ROLES = (_TABLES["llamafactory_formats"][name] for name in ("turns", "roles"))
 ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
-"""An entry of dataset_info.json."""
+"""Type of an entry in dataset_info.json."""
 V1_SOURCES = read_kind(_TABLES["types"]["llamafactory_v1_sources"])
 
 
@@ -50,12 +50,12 @@ def translate_v0(foreign: ForeignConfig) -> Translation:
 
 
 def translate_v1(foreign: ForeignConfig) -> Translation:
-    """Translate the layout of USE_V1=1, in which PEFT, quantization and distribution are maps."""
+    """Translate the v1 layout (USE_V1=1), in which PEFT, quantization and distribution are mappings."""
     t = Translation(foreign, V1_KEYS)
     common.check_model(t, "model")
     common.set_bits(t, "quant_config.quantization_bit")
     if t.get("quant_config.name") == "bnb" and t.get("quant_config.quantization_bit") is None:
-        t.put("adapter", "qlora", "quant_config.name")  # 4 bits by default
+        t.put("adapter", "qlora", "quant_config.name")  # 4-bit by default
     common.set_experts(t)
     common.set_attention(t, "flash_attn")
     common.set_precision(t, "bf16")
@@ -198,7 +198,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
 
 def translate_images(t: Translation) -> None:
     common.check_images(t, "model_name_or_path")
-    if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # others have one size
+    if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # other models have a fixed size
         t.put("dataset.max_pixels", t.get("image_max_pixels", 768 * 768), "image_max_pixels")
         if smallest := t.get("image_min_pixels"):
             t.put("dataset.min_pixels", smallest, "image_min_pixels")

@@ -1,6 +1,6 @@
-"""The core of `zerolora import`: apply a table of another trainer's keys, then rules about several keys.
+"""The core of `zerolora import`: apply a table of another trainer's keys, then rules that combine several keys.
 
-Every value is first converted to the type of its key in that trainer. Every key of a file results in a setting, a
+Every value is first converted to the type that the other trainer expects. Every key in a file results in a setting, a
 remark, an entry in the list of keys without effect, or an error.
 """
 
@@ -27,18 +27,18 @@ UNSET: Any = object()
 MAP_PROBLEM = "must be a mapping, such as {a: b}"
 OFF_WORDS = ("false", "no", "off", "none", "null")
 
-# Types of keys, bounded so that arithmetic neither overflows nor produces NaN.
+# Types of values, bounded so that arithmetic neither overflows nor produces NaN.
 Text = Annotated[str, BeforeValidator(partial(parse_value, str))]
 Whole = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
 LONGEST_TIMEOUT_MINUTES = 1e6
 _Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
 Number = _Float | Whole
-"""Whole numbers stay integers."""
+"""A number; whole numbers stay integers."""
 Steps = Annotated[Whole | _Float, "steps"]
 Minutes = Annotated[Number, Gt(0), AfterValidator(lambda seconds: min(seconds / 60, LONGEST_TIMEOUT_MINUTES))]
 """Seconds, converted to minutes."""
 Names = (Text, [Text])
-"""One name, several separated by commas, or a list."""
+"""One name, several names separated by commas, or a list of names."""
 # YAML reads `no` as false.
 Strategy = Annotated[
     Literal["no", "steps", "epoch", "best"], BeforeValidator(lambda value: "no" if value is False else value)
@@ -54,20 +54,20 @@ class Key:
     """Describes how one key of another trainer is translated."""
 
     kind: Any = Any
-    """Type of its value, as `convert` expects it."""
+    """Type of the key's value, as `convert` expects it."""
     to: str = ""
-    """Our setting that gets the value; empty if a rule in Python reads the key."""
+    """Our setting that receives the value; empty if a rule in Python reads the key."""
     default: Any = UNSET
     """The other trainer's default, if ours differs or may change."""
     unless: tuple[Any, ...] = ()
     """Values that mean the same as omitting the key."""
     values: Mapping[str, Any] | None = None
-    """Value in lower case -> our value. Others, except `false`, are rejected with the reason `otherwise`."""
+    """Lower-case value -> our value. Other values, except `false`, are rejected with the reason `otherwise`."""
     otherwise: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Value -> what differs here."""
+    """Lower-case value -> note on how zerolora differs."""
     refused: str = ""
-    """Why a file that sets it cannot be imported."""
+    """Why a file that sets the key cannot be imported."""
     left_out: str = ""
     """Why the key is left out, and what to do instead."""
 
@@ -77,7 +77,7 @@ Table = Mapping[str, Key]
 
 @cache
 def read_tables() -> dict[str, Any]:
-    """Return the content of tables.yaml, which has a description of its format."""
+    """Return the content of tables.yaml; the file describes its format."""
     return dict(read_table(Path(__file__).with_name("tables.yaml")))
 
 
@@ -131,21 +131,21 @@ def _find_setting_kind(ours: str) -> Any:
 
 @dataclass
 class ForeignConfig:
-    """A configuration of another trainer."""
+    """Another trainer's configuration."""
 
     trainer: str
     label: str
-    """Name in messages: the path, or the script of a command line."""
+    """Name in messages: the path, or the script on a command line."""
     tree: dict[str, Any]
     folder: Path
-    """The folder of relative paths."""
+    """Base folder for relative paths."""
     path: Path | None = None
     """The file to which `lines` refer."""
     lines: Mapping[str, int] = field(default_factory=dict)
     is_command_line: bool = False
 
     def find_line(self, name: str) -> int:
-        """Return the line of a dotted name or, if unknown, of its parent; 0 if both are unknown."""
+        """Return the line number of a dotted name or of its nearest known parent; 0 if none is known."""
         while name and name not in self.lines:
             name = name.rpartition(".")[0]
         return self.lines.get(name, 0)
@@ -157,7 +157,7 @@ class ForeignConfig:
         return f"--{name}" if self.is_command_line else f"{self.label}: {name}"
 
     def find(self, name: str) -> Path | None:
-        """Return the file with this name in the folder of the configuration or a parent folder."""
+        """Return the file `name` from the configuration's folder or the nearest parent folder that contains it."""
         paths = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
         return next((Path(path) for path in paths if os.path.isfile(path)), None)
 
@@ -179,7 +179,7 @@ class Translation:
         self.different: list[tuple[str, str]] = []
         self.left_out: list[tuple[str, str]] = []
         self.no_effect: list[str] = []
-        self.has_images = False  # templates of text do not fit
+        self.has_images = False  # text-only chat templates do not apply
         self._values: dict[str, Any] = {}
         self._mistakes: dict[str, str] = {}
         for name, key in table.items():
@@ -211,7 +211,7 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove the settings with these prefixes, which have no effect. Report an error for negative numbers."""
+        """Remove settings with these prefixes, which have no effect; still report an error for negative numbers."""
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:
@@ -273,7 +273,7 @@ class Translation:
                 self.note(name, key.notes[word])
 
     def finish(self) -> None:
-        """Drop settings without effect, and record the keys that no row or rule has used."""
+        """Drop settings without effect, and record the keys that no table row or rule has used."""
         table = self._table
         if self.get_setting("adapter") == "none":
             self.drop("lora.")
@@ -307,11 +307,11 @@ class Translation:
             if isinstance(self._get_raw(name), (list, dict)) and not isinstance(mistake.value, (list, tuple, dict)):
                 mistake = replace(mistake, value=None)
             self._mistakes.setdefault(name, str(replace(mistake, name=self.foreign.locate(name))))
-        elif not names and not self._mistakes:  # otherwise another error may be the reason
+        elif not names and not self._mistakes:  # otherwise another error may be the cause
             self._mistakes[mistake.setting] = f"{self.foreign.label}: {mistake}"
 
     def check(self) -> None:
-        """Raise UserErrors if errors were reported, with all of them in file order."""
+        """Raise UserErrors with all reported errors, in file order, if there are any."""
         if self._mistakes:
             raise UserErrors([self._mistakes[name] for name in sorted(self._mistakes, key=self.foreign.find_line)])
 
@@ -327,10 +327,10 @@ def split_names(value: Any) -> list[str]:
 
 
 def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], None]) -> Any:
-    """Convert a value to `kind`. Report each part that does not match, with its dotted name.
+    """Convert a value to `kind`; call `report` with the dotted name of each part that does not match.
 
-    A kind is a type; `[kind]` for a list; `{key: kind}` for a mapping, in which `*` is any other key and empty values
-    are dropped; or a tuple of kinds, from which the one for a mapping, a list or a scalar is chosen.
+    A kind is a type; `[kind]` for a list; `{key: kind}` for a mapping, where `*` matches any other key and empty values
+    are dropped; or a tuple of kinds, chosen by whether the value is a mapping, a list or a scalar.
     """
     forms = ""
     if isinstance(kind, tuple):

@@ -1,4 +1,4 @@
-"""Translate command lines of TRL and accelerate, such as `accelerate launch ... sft.py --model_name_or_path ...`."""
+"""Translate TRL and accelerate command lines, such as `accelerate launch ... sft.py --model_name_or_path ...`."""
 
 import re
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ WHOLE_CONVERSATIONS = (
 UNPAIRED = "labeled answers are recognized by their fields; for pairs, set dataset.format: unpaired"
 KEYS = load_table("trl")
 OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
-"""Options of accelerate for DeepSpeed."""
+"""DeepSpeed options in accelerate."""
 SCRIPTS = {name: load_table(f"trl_{name}") for name in ("dpo", "kto", "reward")}
-"""Scripts that train on pairs or labeled answers."""
+"""Tables for the scripts that train on pairs or labeled answers."""
 
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
-    """Read the command line of a script and its launcher: `--name value`, `--name=value` and `--flag`."""
+    """Parse the command line of a script and its launcher: `--name value`, `--name=value` and `--flag`."""
     at = next((at for at, word in enumerate(arguments) if word.endswith(".py")), None)
     script = "" if at is None else arguments[at]
     if arguments[0] == "trl":
@@ -78,7 +78,7 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(foreign: ForeignConfig) -> Translation:
-    """Return our settings for the arguments of TRL's sft.py, dpo.py, kto.py and reward.py."""
+    """Translate the arguments of TRL's sft.py, dpo.py, kto.py and reward.py."""
     script = detect_script(foreign)
     t = Translation(foreign, SCRIPTS.get(script, KEYS))
     common.check_model(t, "model_name_or_path")

@@ -1,7 +1,7 @@
-"""Find and remove stale locks of torch's extension builds: a killed build leaves one that blocks all later builds.
+"""Find and remove stale locks from torch's extension builds: a killed build leaves one that blocks all later builds.
 
-torch creates the file `lock` in the extension's folder, keeps it open while it builds, and removes it. A lock that no
-process has open is therefore stale, unless its folder is shared with other hosts.
+torch creates the file `lock` in the extension's folder, keeps it open during the build, and then removes it. A lock
+that no process has open is therefore stale, unless its folder is shared with other hosts.
 """
 
 import os
@@ -22,7 +22,7 @@ NETWORK_TYPES = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse
 
 @dataclass(frozen=True)
 class BuildLock:
-    """A lock file; `holder` is the PID of the process on this host that has it open, None if none does."""
+    """A lock file; `holder` is the PID of the process on this host that has it open, or None."""
 
     path: Path
     holder: int | None
@@ -34,12 +34,12 @@ def get_extensions_folder() -> Path:
 
 
 def find_locks(root: Path) -> list[BuildLock]:
-    """Return all locks below `root`: torch's extensions folder, or its subfolder for one Python and CUDA version."""
+    """Return all locks in torch's extensions folder, or in its subfolder for one Python and CUDA version."""
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
     holders = _find_holders(paths)
     locks = []
     for path in paths:
-        with suppress(FileNotFoundError):  # the build has ended in the meantime
+        with suppress(FileNotFoundError):  # the build has just ended
             locks.append(BuildLock(path, holders.get(path), time.time() - path.stat().st_mtime))
     return locks
 

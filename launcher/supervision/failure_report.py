@@ -1,4 +1,4 @@
-"""Report why a run failed: the responsible rank, its position, how it exited, its last traceback, the likely cause."""
+"""Report why a run failed: which rank failed, where and how it exited, its last traceback, and the likely cause."""
 
 import re
 import signal
@@ -15,14 +15,14 @@ from trainer.contract.rendezvous import get_host_name
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
 LINE_WIDTH = 300
-# Ranks that exit within this time failed independently; a launcher takes longer to kill the others.
+# Ranks that exit within this interval failed independently; a launcher takes longer to kill the remaining ranks.
 SIMULTANEOUS_S = 0.5
 LOW_SHM_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
 # torch prefixes each line of a traceback with this once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-# Errors of torch, NCCL and gloo in a rank after another rank has died.
+# Errors that torch, NCCL and gloo raise after another rank has died.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
@@ -44,7 +44,7 @@ class Death:
     status: int | None = None
     """Exit code, negative for a signal; None if this process is not the rank's parent."""
     killed_by_launcher: bool = False
-    """Whether this launcher killed it because other ranks had failed or stopped."""
+    """Whether this launcher killed the rank because other ranks had failed or stopped."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fault:
     """The first line of the report, without its prefix."""
     rank: int | None = None
     is_user_error: bool = False
-    """Whether the user must change something, so that a restart would fail in the same way."""
+    """Whether the user must change something, because a restart would fail in the same way."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Failure:
     code: int
     """Exit code of the launcher that started the ranks; DeepSpeed's is 256 - N if signal N killed a rank."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Lost hosts and the evidence for each."""
+    """Evidence for each lost host."""
     launcher_failed: bool = False
     """Whether `code` describes the launcher that started the ranks, not a rank."""
 
     def report(self) -> Fault:
-        """Print why the run failed to stderr: one line for a user error, about 15 for other failures."""
+        """Print to stderr why the run failed: one line for a user error, about 15 lines for other failures."""
         beats, errors = read_heartbeats(self.logs), read_errors(self.logs)
         texts = {rank: _read_new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
         mistakes = [error for _, error in sorted(errors.items()) if error.is_user_error]
@@ -141,12 +141,12 @@ class Failure:
 
 
 def _was_killed(death: Death) -> bool:
-    """Return whether an external signal killed the rank; excludes SIGTERM, which launchers send to the other ranks."""
+    """Return whether an external signal killed the rank, except SIGTERM, which launchers send to the other ranks."""
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.killed_by_launcher
 
 
 def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_reported: bool) -> Fault:
-    """Print the hanging rank, unless `is_reported`, and its Python stack to stderr."""
+    """Print to stderr which rank hangs, unless `is_reported` is set, and its Python stack."""
     if not is_reported:
         say(f"the run failed: {hang.text}")
     rank = hang.ranks[0]
@@ -165,8 +165,8 @@ def read_log_sizes(logs: Path) -> dict[str, int]:
 def decode_exit_code(code: int) -> int:
     """Return the exit status that a launcher's exit code encodes; negative for a signal.
 
-    DeepSpeed's launcher returns 256 - N for signal N; shells, srun and mpirun 128 + N; 255 is an error of ssh itself.
-    Codes of signals that do not terminate a process are errors of srun itself, such as 151 for an unresponsive node.
+    For signal N, DeepSpeed's launcher returns 256 - N; shells, srun and mpirun return 128 + N. 255 is ssh's own error.
+    Codes for signals that do not terminate a process are srun's own errors, such as 151 for an unresponsive node.
     """
     for number in (256 - code, code - 128):
         if number in _FATAL_SIGNALS and code != 255:
@@ -186,7 +186,7 @@ def describe_status(status: int) -> str:
 
 
 def find_last_stack(text: str) -> list[str]:
-    """Return the innermost frames of the last stack that a rank's watchdog wrote to its log; empty without a stack."""
+    """Return the innermost frames of the last stack that a rank's watchdog wrote to its log; empty if there is none."""
     lines = text.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith(STACK_MARK)]
     if not starts:
@@ -216,7 +216,7 @@ def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
 
 
 def find_last_traceback(text: str) -> list[str]:
-    """Return the last traceback in a log, cut to its innermost frames; the log's last lines if it has none."""
+    """Return the innermost frames of the last traceback in a log, or the log's last lines if it has no traceback."""
     lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
     starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
     if not starts:
@@ -226,7 +226,7 @@ def find_last_traceback(text: str) -> list[str]:
     end = start + 1
     while end < len(lines) and lines[end][indent : indent + 1] == " ":
         end += 1
-    # The error, with the first lines of a long message.
+    # The error message, cut to its first lines.
     frames, message = lines[start + 1 : end], []
     for line in lines[end : end + 4]:
         if not line.strip():
@@ -238,13 +238,13 @@ def find_last_traceback(text: str) -> list[str]:
 
 
 def read_tail(text: str) -> list[str]:
-    """Return the last lines of a log, without empty lines and DeepSpeed's [INFO] lines."""
+    """Return the last lines of a log, without empty lines or DeepSpeed's [INFO] lines."""
     lines = [line for line in text.splitlines() if line.strip() and not _DEEPSPEED_INFO.search(line)]
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
 
 
 def _has_own_error(text: str, error: RankError | None) -> bool:
-    """Return whether a rank's error or log shows that it failed by itself, not because of another rank."""
+    """Return whether a rank's error or log shows that it failed on its own, not because of another rank."""
     if error is not None and error.is_consequence:
         return False
     return _TRACEBACK in text and not _LOST_PEER.search("\n".join(find_last_traceback(text)[-4:]))

@@ -1,4 +1,4 @@
-"""Observe a run once a second: its heartbeats, the log of the ranks' launcher, and its folder."""
+"""Observe a run once a second: its heartbeats, the log of srun, mpirun or pdsh, and its folder."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from trainer.contract.rendezvous import get_host_name
 
 LOCKS_EVERY_S = 10.0
 # srun waits forever for a node if the slurmstepd there was killed after its rank had exited.
-LAUNCHER_EXIT_S = 35.0  # longer than the ranks of a failed run get to exit
+LAUNCHER_EXIT_S = 35.0  # longer than a failed run's ranks are given to exit
 # Far longer than any interval between two heartbeats.
 SILENCE_S = 60.0
 FOLDER_WAIT_S, FOLDER_WAIT_AFTER_SIGNAL_S = 120.0, 5.0
@@ -30,7 +30,7 @@ _RUN_PREFIXES = ("launcher.log", "heartbeat-")
 def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
     """Diagnose a run in which all ranks have stopped sending heartbeats.
 
-    Ranks that never sent a heartbeat are reported as the cause: the others may be waiting for them in MPI_Init.
+    Ranks that never sent a heartbeat are reported as the cause: the other ranks may be waiting for them in MPI_Init.
     """
     never_seen = [rank for rank in range(ranks) if rank not in beats]
     if not beats or not never_seen:
@@ -40,7 +40,7 @@ def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
 
 
 def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
-    """Add the host of each rank to the message, because other ranks may not know the host."""
+    """Add the host of each rank to the hang message, because ranks may not know each other's hosts."""
     text = hang.text
     for rank in hang.ranks:
         host = get_host_name() if reach is None else reach.find_host(rank)
@@ -50,7 +50,7 @@ def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
 
 
 class FolderWatch:
-    """Reports when `logs` becomes unreadable, for example because its file server is down, and readable again."""
+    """Reports when `logs` becomes unreadable, for example because its file server is down, and when it recovers."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -68,17 +68,17 @@ class FolderWatch:
 
     def _find_problem(self) -> str:
         try:
-            names = os.listdir(self._logs)  # listing asks the file server, while attributes may be cached
+            names = os.listdir(self._logs)  # listing contacts the file server; attributes may be cached
         except OSError as error:
             return str(error)
-        # If the disk is not mounted, the thread of the lock creates a folder that has only the lock in it.
+        # If the disk is not mounted, the lock's thread creates a folder that contains only the lock.
         has_run = any(name.startswith(_RUN_PREFIXES) for name in names)
         return "" if has_run else f"{self._logs} has no files of this run"
 
     def wait_until_readable(self, signals: Sized) -> bool:
-        """Wait until the folder is readable, or another signal arrives; return whether it is readable.
+        """Wait until the folder is readable, another signal arrives or time runs out; return whether it is readable.
 
-        The folder is needed to know the state of the ranks and the complete checkpoints.
+        The folder is needed to read the ranks' state and to find complete checkpoints.
         """
         if self.is_readable():
             return True
@@ -102,7 +102,7 @@ class Observer:
     def __init__(self, logs: Path, count: int, reach: Reach | None, hang_timeout_s: float) -> None:
         self.folder, self.log = FolderWatch(logs), LauncherLog(logs / "launcher.log")
         self.ranks: dict[int, psutil.Process] = {}
-        """Known ranks of this host."""
+        """Processes of the known ranks on this host."""
         self.has_begun_step = False
         """Whether a rank has begun a step."""
         self.codes: set[int | None] = set()
@@ -136,7 +136,7 @@ class Observer:
             ended = len(beats) == self._count and None not in self.codes
             self._all_ended_at = (self._all_ended_at or now) if ended else None
         if now > self._locks_due_at:
-            # Before its first step, this run may wait for the build of another run that was killed.
+            # Before its first step, this run may be waiting for a build that was killed.
             self._locks_due_at = math.inf if self.has_begun_step else now + LOCKS_EVERY_S
             remove_stale_locks()
         unfinished = {rank: beat for rank, beat in beats.items() if beat.exit_code is None}
@@ -149,7 +149,7 @@ class Observer:
             if not self.has_reported_hang:
                 self.has_reported_hang = True  # now, because the launcher may wait forever for an unreachable host
                 say(f"the run failed: {name_hosts(hang, self._reach).text}")
-            # Resume stopped ranks to write their stacks and exit; those without heartbeats would start training.
+            # Let stopped ranks write their stacks and exit. Ranks without heartbeats would start training instead.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
             send_signal(halted, signal.SIGCONT)
 
@@ -158,7 +158,7 @@ class Observer:
         return self.has_begun_step
 
     def has_outlived_ranks(self) -> bool:
-        """Return whether the launcher still runs LAUNCHER_EXIT_S after all ranks exited; print a message if so."""
+        """Return whether the launcher still runs LAUNCHER_EXIT_S after all ranks have exited; print a message if so."""
         if self._all_ended_at is None or time.monotonic() - self._all_ended_at < LAUNCHER_EXIT_S:
             return False
         say(f"all ranks exited {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; terminating it")

@@ -1,6 +1,6 @@
-"""Ranks of this machine that start before the checks, and wait until they may train.
+"""Ranks on this machine that start before the checks and wait until they may train.
 
-Rank 0 runs the checks, so that no separate process has to import the libraries. A run that fails or is stopped
+Rank 0 runs the checks, so no separate process has to import the libraries. A run that fails or is stopped
 before the checks pass has written nothing to its folder.
 """
 
@@ -31,21 +31,21 @@ _SIGNALS_BY_CODE = {exit_code_after(number): number for number in FORWARDED_SIGN
 
 
 class PrestartedRanks:
-    """Starts rank processes that wait for `start_training`; leaving the `with` block kills those still waiting."""
+    """Starts rank processes that wait for `start_training`; leaving the `with` block kills them if they still wait."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[socket.socket] = []
-        # Rank 0 writes to the terminal; the output of the others is copied to the launcher's log.
+        # Rank 0 writes to the terminal; the other ranks' output is copied to the launcher's log.
         self._output = tempfile.TemporaryFile()
         self._signals: list[tuple[int, float]] = []
         self._handlers: dict[int, Any] = {}
 
     @classmethod
     def start(cls, command: Command) -> Self:
-        """Start every rank of `command`, each in a separate session.
+        """Start every rank of `command` in its own session.
 
-        Signals are only recorded until `wait_for_checks`: an exception in a handler would leave ranks behind.
+        Signals are only recorded until `wait_for_checks`: an exception in a handler would leave orphaned ranks.
         """
         ranks = cls()
         ranks._record_signals()
@@ -71,9 +71,9 @@ class PrestartedRanks:
         return bool(self._channels)
 
     def wait_for_checks(self, hang_timeout_minutes: float = 0.0) -> int:
-        """Wait for the checks of rank 0; return 0 if they pass, else the exit code of this command.
+        """Wait until rank 0 has run the checks; return 0 if they pass, otherwise this command's exit code.
 
-        Waits without a time limit, except for a rank that is stopped (SIGSTOP) for `hang_timeout_minutes`.
+        There is no time limit, but a rank stopped (SIGSTOP) for `hang_timeout_minutes` counts as a failure (0: never).
         """
         try:
             code = self._wait(hang_timeout_minutes * 60.0)
@@ -129,7 +129,7 @@ class PrestartedRanks:
         return code or 1
 
     def _stop(self) -> int:
-        """Give rank 0 `PATIENCE_S` to clean up, or until the next signal; kill all ranks, and return the exit code."""
+        """Let rank 0 clean up for at most PATIENCE_S or until a signal, kill all ranks, and return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
         while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < PATIENCE_S:

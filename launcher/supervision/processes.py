@@ -1,4 +1,4 @@
-"""Run, find, signal and kill the processes below the launcher."""
+"""Run, find, signal and kill the processes that the launcher starts."""
 
 import os
 import signal
@@ -66,7 +66,7 @@ def kill_sessions(leader_pids: Collection[int]) -> None:
         send_signal(members, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
-        # psutil.wait_procs would reap the leaders, so that their Popen objects would lose the exit status.
+        # psutil.wait_procs would reap the leaders, and their Popen objects would lose the exit status.
         time.sleep(POLL_S)
 
 
@@ -90,8 +90,8 @@ def is_stopped(process: psutil.Process) -> bool:
 def run_child(argv: Sequence[str], failed: str = "") -> int:
     """Run `python -m launcher.module ...` in this terminal, and return its exit code.
 
-    Signals are forwarded; the child is killed after `CHILD_PATIENCE_S` or a second signal. The exit code is then 128 +
-    the signal's number, or 75 for SIGUSR1. If the child was killed, prints a message prefixed with `failed`.
+    Forwards signals, and kills the child CHILD_PATIENCE_S after the first or on the second. The exit code is then 128 +
+    the signal's number, or 75 for SIGUSR1. If another process kills the child, prints a message prefixed with `failed`.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it
     child = subprocess.Popen(argv, start_new_session=True)

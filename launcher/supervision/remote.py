@@ -29,7 +29,7 @@ _SRUN_UNSTARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node 
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
 # "pdsh@login: n2: ssh exited with exit code 247"; also for a host on which no rank started.
 _PDSH_STATUS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
-# Messages of ssh itself: "n2: ssh: connect to host n2 port 22: Connection refused"
+# Messages from ssh itself: "n2: ssh: connect to host n2 port 22: Connection refused"
 _SSH_MESSAGE = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
 _SSH_ERROR = "255"
 # Written by DeepSpeed's launcher on a host once one of its ranks has failed.
@@ -40,16 +40,16 @@ _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 class Reach:
-    """Signals ranks through mpirun and parses how they exited; subclasses do the same through srun or ssh."""
+    """Signals ranks through mpirun and parses from its log how they exited; subclasses support srun and ssh."""
 
     def find_host(self, rank: int) -> str:
-        """Return the host of a rank; empty if unknown."""
+        """Return a rank's host, or an empty string if it is unknown."""
         return ""
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         """Signal the ranks to save and stop; return False if no rank can be reached yet.
 
-        Signaling one rank is enough, because the ranks agree by all-reduce; srun and mpirun forward SIGUSR1 to all.
+        Signaling one rank is enough, because ranks agree by all-reduce; srun and mpirun forward SIGUSR1 to all ranks.
         """
         process.send_signal(signal.SIGUSR1)
         return True
@@ -62,11 +62,11 @@ class Reach:
             time.sleep(0.1)
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        """Return the exit status (negative for a signal) of each rank that the launcher's log reports."""
+        """Return the exit status (negative for a signal) of each rank reported in the launcher's log."""
         return {int(rank): -int(number) for rank, number in _MPIRUN_STATUS.findall(log)}
 
     def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        """Return the evidence for each lost host; `before` is the log before this process killed any rank."""
+        """Return the evidence for each lost host; `before` is the log's text before this process killed any rank."""
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
@@ -98,7 +98,7 @@ class SrunReach(Reach):
         return dict.fromkeys(silent, evidence) if statuses and _SRUN_ENDS.search(log) else {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        # end_with_launcher.py converts signal N to 128 + N. srun does so for a task, but then reports it in its log.
+        # end_with_launcher.py returns 128 + N for signal N. srun also does this for a task, but then logs the task.
         return status < 0 or (status > 128 and not _parse_srun(log))
 
 
@@ -121,9 +121,9 @@ class SshReach(Reach):
 
     def kill(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         if process.poll() == 0:
-            return  # the ranks of every host have exited
-        # Match by the run's console file: the ranks, and launchers that have not started ranks yet. Do not match the
-        # `deepspeed` and pdsh processes above them, in case this host is in the hostfile.
+            return  # the ranks on every host have exited
+        # Match ranks, and launchers that have not started ranks yet, by the run's console file. Do not match their
+        # `deepspeed` and pdsh parents, in case this host is in the hostfile.
         console = re.sub(r"[^\w/]", ".", str(ConsoleFile.get_path(logs)))
         pattern = f"^[^ ]*python[^ ]* -u -m (deepspeed.launcher.launch|trainer.train) .*--console {console}"
         with ThreadPoolExecutor(max_workers=64) as pool:
@@ -135,7 +135,7 @@ class SshReach(Reach):
             ranks = [rank for rank, host in enumerate(self._host_of_rank) if _matches_host(label, host)]
             silent = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
             if silent and decode_exit_code(int(code)) < 0:
-                # A host's launcher reports the rank that exited first, which is the first without heartbeats.
+                # A host's launcher reports the rank that exited first: the one with the oldest heartbeat.
                 statuses[min(silent, key=lambda rank: beats[rank].time)] = decode_exit_code(int(code))
         return statuses
 
@@ -156,7 +156,7 @@ class SshReach(Reach):
 
 
 def _parse_srun(log: str) -> dict[int, int]:
-    """Return the exit status of each rank; 0 if srun's description of it is not recognized."""
+    """Return the exit status of each rank in srun's log; 0 if its description is not recognized."""
     statuses: dict[int, int] = {}
     for ranks, code, description in _SRUN_STATUS.findall(log):
         status = int(code) if code else -_SIGNALS.get(description, 0)
@@ -167,20 +167,20 @@ def _parse_srun(log: str) -> dict[int, int]:
 
 
 def _matches_host(label: str, host: str) -> bool:
-    """Return whether pdsh's label is for this host: labels omit the user, and a domain that all hosts share."""
+    """Return whether pdsh's label is for this host: labels omit the user, and a domain shared by all hosts."""
     name = host.rpartition("@")[2]
     return label == name or name.startswith(label + ".")
 
 
 class LauncherLog:
-    """Reads the log of the ranks' launcher, from the position that `skip_current` sets."""
+    """Reads what the ranks' launcher has written to its log since `skip_current`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._start = 0
         self._text = ""
         self.text_before_end = ""
-        """The text at the first failure or stop, before this process killed any rank."""
+        """Text at the first failure or stop, before this process killed any rank."""
 
     def skip_current(self) -> None:
         self._start = self._path.stat().st_size
@@ -192,7 +192,7 @@ class LauncherLog:
         return _FAILURE in lines or any(int(code or 1) not in STOP_CODES for code in codes)
 
     def read(self) -> str:
-        """Return the text, or the text last read if the file server does not respond."""
+        """Return the text; if the file server does not respond, the text that was read last."""
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._start)
             self._text = file.read().decode(errors="replace")

@@ -1,9 +1,9 @@
 """Restart the ranks of a failed run from its newest complete checkpoint.
 
-A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). If the
-adapters of a run are changed, it stops at a checkpoint and resumes with the new ones. After other failures, the run
-restarts unchanged, at most `training.max_restarts` times and only if a step was completed since the last start. A
-failure that repeats in the same step is usually caused by its data, so the run is not restarted again.
+A rank that runs out of memory leaves a note with a smaller micro-batch (trainer/memory/oom_recovery.py). If a run's
+adapters are changed, it stops at a checkpoint and resumes with the new ones. After other failures, the run restarts
+unchanged, at most `training.max_restarts` times and only if the failed attempt completed a step or its GPU or host can
+be excluded. A failure that repeats in the same step is usually caused by its data, so the run is not restarted again.
 """
 
 import json
@@ -39,15 +39,15 @@ class Ending:
     ranks: int = 0
     """Number of ranks started."""
     step: int = 0
-    """Step of the rank that failed; the furthest step of any rank if unknown."""
+    """Last step of the failed rank; the last step of any rank if the failed rank is unknown."""
     has_completed_step: bool = False
-    """Whether that rank, or any rank if unknown, completed a step."""
+    """Whether the failed rank, or any rank if it is unknown, completed a step."""
 
     @classmethod
     def from_heartbeats(cls, logs: Path, code: int, fault: Fault | None, ranks: int) -> "Ending":
         by_rank = read_heartbeats(logs)
         failed = by_rank.get(fault.rank) if fault is not None and fault.rank is not None else None
-        beats = [failed] if failed is not None else list(by_rank.values())  # others may be a step ahead
+        beats = [failed] if failed is not None else list(by_rank.values())  # other ranks may be a step ahead
         step = max((beat.step for beat in beats), default=0)
         return cls(code, fault, ranks, step, any(beat.has_completed_step for beat in beats))
 
@@ -59,11 +59,11 @@ class Ending:
 
 
 Start = Callable[[Sequence[str]], Ending]
-"""Starts the ranks with additional `key=value` settings, and returns how the run ended."""
+"""Function that starts the ranks with additional `key=value` settings and returns how the attempt ended."""
 
 
 class Restarts:
-    """Starts the ranks of one run until they succeed or a restart cannot help."""
+    """Starts a run's ranks until they succeed or a restart would not help."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Restarts:
         exclude: Callable[[Ending], str | None] | None = None,
         adapters: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Allow `max_restarts` restarts after failures; `resumes`: whether the user set a checkpoint to resume from.
+        """Allow `max_restarts` restarts after failures; `resumes` means that the user set a checkpoint to resume from.
 
         `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without
         `exclude`, such a failure ends the run. `adapters` are the run's adapters, which `zerolora adapters` may change.
@@ -157,15 +157,15 @@ class Restarts:
         return excluded is not None
 
     def _prepare_next(self, ending: Ending, reason: str, step: int = 0) -> str:
-        """Make the next attempt resume from this run's newest complete checkpoint; return its name, empty if none.
+        """Make the next attempt resume from this run's newest complete checkpoint; return its name or an empty string.
 
-        `step` is the step in a restart note, which the heartbeats may not have.
+        `step` is the step in a restart note, because the heartbeats may lack it.
         """
         checkpoints = list_complete_checkpoints(self._run_dir)
         newest = find_newest_checkpoint(name for name, at in checkpoints.items() if self._before.get(name) != at)
         if ending.step or step or self._read_record_mtime() != self._record_before:
             # This run has already moved an earlier run's files aside. Do not delete anything now, even if no checkpoint
-            # is visible: network file systems may show a new one late.
+            # is visible: network file systems may show new files late.
             self._settings[_OVERWRITE] = "false"
             if newest or not self._resumes:
                 self._settings[_RESUME] = "auto"

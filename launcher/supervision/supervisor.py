@@ -1,12 +1,12 @@
-"""Start the ranks of a run, forward signals to them, and choose the exit code of the run.
+"""Start the ranks of a run, forward signals to them, and choose the run's exit code.
 
-Ranks of this machine are children of this process (launcher/targets/local.py), so the kernel reports how they exited.
-For ranks below srun, mpirun and pdsh, heartbeats show how they exited, the launcher's log shows which were killed, and
-exit code 0 of the launcher means success unless a heartbeat contradicts it.
+Ranks on this machine are children of this process (launcher/targets/local.py), so the kernel reports how they exited.
+For ranks started by srun, mpirun or pdsh, heartbeats show how they exited, the launcher's log shows which were killed,
+and exit code 0 from the launcher means success unless a heartbeat contradicts it.
 
 DeepSpeed's launcher (0.19.8), which pdsh starts on every host, does not handle failures well enough:
-- It gives the other ranks 30 s each, one after another. Here they get FAILURE_PATIENCE_S together, or SAVE_PATIENCE_S
-  after a signal.
+- It waits up to 30 s for each of the other ranks in turn. This process gives all of them together FAILURE_PATIENCE_S,
+  or SAVE_PATIENCE_S after a signal.
 - It returns the exit code of the failed rank that it happens to check first, 256 - N for signal N.
 """
 
@@ -46,10 +46,10 @@ from trainer.contract.restart_record import RestartNote
 
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
-SAVE_PATIENCE_S = 60.0  # after a signal, when the others may still complete a checkpoint
+SAVE_PATIENCE_S = 60.0  # after a signal, when other ranks may still complete a checkpoint
 # An unreachable host never reports that its ranks exited, and ssh waits for it until TCP times out.
 END_PATIENCE_S = 22.0
-# `timeout` and some schedulers signal both the process and its group: signals within this time are counted once.
+# `timeout` and some schedulers signal both the process and its group: count signals within this interval once.
 SAME_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
 
@@ -67,7 +67,7 @@ class Abort(Enum):
     """Why the launcher stops watching a run, and kills it, before all processes have exited."""
 
     AT_ONCE = auto()
-    """After another signal, or with nothing to save."""
+    """After another signal, or if there is nothing to save."""
     SILENT = auto()
     """No rank sends heartbeats."""
     OUTLIVED = auto()
@@ -92,7 +92,7 @@ class StopSignals:
 
     @property
     def should_stop_at_once(self) -> bool:
-        """Whether another signal asks to stop without saving. SIGTERM after SIGUSR1 does not: schedulers send both."""
+        """Whether another signal requests a stop without saving (not SIGTERM after SIGUSR1: schedulers send both)."""
         first, *others = self.received
         return bool(others) and (first != signal.SIGUSR1 or signal.SIGINT in others)
 
@@ -100,8 +100,8 @@ class StopSignals:
 class Supervisor:
     """Supervises one run of a command: its processes, the signals received, and how each rank exited.
 
-    `reach` signals ranks that srun, mpirun or pdsh starts, on this host or others. `start(log)` starts
-    processes that write their output to `log`; by default, it starts `command`.
+    `reach` signals ranks that were started by srun, mpirun or pdsh, on this host or others. `start(log)` starts the
+    processes, which write their output to `log`; by default, it starts `command`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Supervisor:
         return self.stop.received
 
     def run(self) -> int:
-        """Run the ranks, kill what is left, and return 0, 1 (failed), 2 (usage), 75 (preempted) or 128 + N."""
+        """Run the ranks until they end; return 0, 1 (failed), 2 (usage), 75 (preempted), 77 (restart) or 128 + N."""
         self.logs.mkdir(parents=True, exist_ok=True)
         clear_heartbeats(self.logs)
         sizes = read_log_sizes(self.logs)
@@ -196,7 +196,7 @@ class Supervisor:
         return None
 
     def _set_deadline(self, now: float) -> None:
-        """Set a deadline once a rank has failed or stopped: others wait for it in NCCL, unaffected by signals."""
+        """Set a deadline once a rank has failed or stopped: other ranks wait for it in NCCL, unaffected by signals."""
         stopped = self._has_stopped()
         has_failed = any(death.status not in (None, 0, *STOP_CODES) for death in self.deaths.values())
         if not (stopped or has_failed or self.observer.has_failure):
@@ -251,7 +251,7 @@ class Supervisor:
     def _has_stopped(self) -> bool:
         """Return whether a rank exited because of a signal, after saving or with nothing to save.
 
-        With `reach`, exit codes matter only after a signal to this process, because the launcher also signals ranks.
+        With `reach`, exit codes count only after a signal to this process, because the launcher also signals ranks.
         """
         codes = {death.status for death in self.deaths.values()}
         if self.reach is not None and self.signals and self.state is not RunState.FAILING:
@@ -267,11 +267,11 @@ class Supervisor:
             self.fault = report_hang(self.logs, sizes, hang, is_reported=self.observer.has_reported_hang)
             return EXIT_FAILED
         self.observer.codes = {beat.exit_code for beat in beats}
-        # Errors of ranks that waited for the stopped one are not failures.
+        # Errors in ranks that were waiting for a stopped rank are not failures.
         has_stopped = self._has_stopped()
         waited = {rank for rank, death in self.deaths.items() if has_stopped and death.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stop_status(code) and rank not in waited]
-        # A signal to a run that is already failing, as with a lost node, does not hide the failure.
+        # A signal to a run that is already failing, for example after losing a node, does not hide the failure.
         at_once = self.abort is Abort.AT_ONCE
         before_steps = not self.observer.has_begun_step and self.state is not RunState.FAILING
         if self.signals and (not failed or at_once or before_steps or has_stopped):
@@ -320,7 +320,7 @@ class Supervisor:
             if beat.exit_code != 0:
                 death = self.deaths.get(rank, Death(beat.time + monotonic_offset))
                 status = reported.get(rank) if beat.exit_code is None else beat.exit_code
-                # If only the status of other ranks is known, this process killed the rank, after the others.
+                # If only the status of other ranks is known, this process killed this rank later.
                 failed[rank] = Death(now if reported and status is None else death.time, status)
         return failed
 

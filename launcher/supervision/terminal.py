@@ -1,6 +1,6 @@
 """Show rank 0's output on the user's terminal: rank 0 inherits stdout, or writes to a file if it may be remote.
 
-srun, mpirun and pdsh add their own lines to the output that they forward; the file has only those of rank 0.
+srun, mpirun and pdsh add their own lines to the output that they forward; the file contains only rank 0's output.
 """
 
 import os
@@ -24,7 +24,7 @@ def share_stdout() -> int:
 
 
 class ConsoleFile:
-    """Copies a file in the run's folder, to which rank 0 writes its output from any host, to stdout."""
+    """Copies rank 0's output to stdout from a file in the run's folder, so rank 0 can run on any host."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class ConsoleFile:
             ending = self._ended.wait(FOLLOW_S)
 
     def _show_new(self) -> None:
-        # Opened each time, because a file stays unusable after its folder was remounted.
+        # Open the file each time, because an open file becomes unusable when its folder is remounted.
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._shown)
             while chunk := file.read(65536):
@@ -76,20 +76,20 @@ class ConsoleFile:
 
 
 def restore_terminal() -> None:
-    """Show the cursor and clear the incomplete line of a rank that was killed while it showed a progress bar."""
+    """Show the cursor again and clear the progress bar left by a killed rank."""
     if os.isatty(1):
         _write_to_stdout(b"\r\x1b[2K\x1b[?25h")
 
 
 def say(message: str) -> None:
-    """Print a message of the launcher to stderr; ignore a closed stderr."""
+    """Print a launcher message to stderr; ignore a closed stderr."""
     with suppress(OSError):  # the terminal is closed, but the run continues
         _clear_line()
         print(sanitize(message), file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:
-    """Print a progress line of the launcher to stdout, as rank 0 does."""
+    """Print a launcher progress line to stdout, where rank 0 also prints."""
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()
@@ -97,7 +97,7 @@ def show(line: str) -> None:
 
 
 def _clear_line() -> None:
-    """Clear the progress that rank 0 shows on the terminal's last line while it imports (standard_streams.py)."""
+    """Clear the progress line that rank 0 shows on the terminal while importing (standard_streams.py)."""
     if os.isatty(2):
         os.write(2, b"\r\x1b[2K")
 

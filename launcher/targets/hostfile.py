@@ -85,7 +85,7 @@ def check_reachable(hosts: Sequence[str], folder: Path) -> None:
 
 
 def detect_unreachable_hosts(hosts: Sequence[str], folder: Path) -> dict[str, str]:
-    """Return the problem of each host that ssh does not reach, or on which this Python or `folder` is missing."""
+    """Return the problem with each host that ssh cannot reach, or on which this Python or `folder` is missing."""
     command = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
         problems = pool.map(lambda host: _detect_ssh_problem(host, command), hosts)
@@ -94,7 +94,7 @@ def detect_unreachable_hosts(hosts: Sequence[str], folder: Path) -> dict[str, st
 
 def run_over_ssh(host: str, command: str) -> None:
     """Run a shell command on a host; ignore the result, even if the host does not respond."""
-    with suppress(subprocess.TimeoutExpired):  # its ranks cannot run either
+    with suppress(subprocess.TimeoutExpired):  # ranks on that host cannot be running either
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
 
 

@@ -1,7 +1,7 @@
-"""Commands that start one process per GPU: on this machine, or on the hosts of a hostfile with DeepSpeed's launcher.
+"""Commands that start one process per GPU: on this machine, or on the hosts in a hostfile with DeepSpeed's launcher.
 
-On this machine, ranks are started directly with the variables that DeepSpeed's launcher would set. This makes their
-exit status known, and saves the time that the launcher's two processes spend on imports. `deepspeed --module
+On this machine, ranks are started directly with the variables that DeepSpeed's launcher would set. This reveals their
+exit status, and saves the time that the launcher's two processes spend on imports. `deepspeed --module
 trainer.train` is equivalent and supported; a dry run prints it.
 """
 
@@ -21,20 +21,20 @@ from trainer.contract.default_ranks import CPU_RANKS
 from trainer.contract.whole_files import write_text_atomic
 
 Output = int | IO[bytes] | None
-# DeepSpeed uses this hostfile, which some container images have, by default.
+# DeepSpeed's default hostfile, which exists in some container images.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
-# Keeps `python -m`, with which DeepSpeed starts every rank, from importing from the working directory first.
+# DeepSpeed starts ranks with `python -m`, which would otherwise import from the working directory first.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # If inherited from an outer job, these would make every child process appear to be a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Prefixes of the variables passed to ranks on other hosts, because ssh forwards none.
+# Prefixes of the variables to pass to ranks on other hosts; ssh forwards none.
 EXPORTED_PREFIXES = (
     "CUDA_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHONPATH", "PYTHONSAFEPATH", "PYTORCH_", "TOKENIZERS_",
     "TORCH_", "TRANSFORMERS_", "TRITON_", "UCX_", "ZEROLORA_",
 )  # fmt: skip
-# GPU indices are those of the hostfile, and only this host reads the file of variables.
+# GPU indices come from the hostfile, and only this host reads DS_ENV_FILE.
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
-# Never exported, because all users of a host can read command lines.
+# Never exported, because every user on a host can read command lines.
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
@@ -45,9 +45,9 @@ class Command:
     set_variables: Mapping[str, str]
     unset_variables: tuple[str, ...]
     rank_environments: tuple[Mapping[str, str], ...] = ()
-    """The variables of each rank, if `argv` starts one rank."""
+    """Environment variables of each rank, if `argv` starts only one."""
     manual_argv: tuple[str, ...] = ()
-    """A command that starts all ranks, if `argv` starts one."""
+    """Command to print, which starts all ranks, if `argv` starts only one."""
 
     def format_shell(self) -> str:
         unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
@@ -63,7 +63,7 @@ class Command:
     def start(self, stdout: Output, stderr: Output) -> list[subprocess.Popen[bytes]]:
         """Start every rank on this machine, or the launcher that starts them elsewhere.
 
-        Each process gets its own session, so that Ctrl-C in the terminal does not reach it.
+        Each process has its own session, so that Ctrl-C in the terminal does not reach it.
         """
         guard = () if self.rank_environments else (sys.executable, "-m", "launcher.supervision.end_with_launcher")
         started: list[subprocess.Popen[bytes]] = []
@@ -80,9 +80,9 @@ class Command:
     def start_process(
         self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
     ) -> subprocess.Popen[bytes]:
-        """Start a process with the environment variables of a rank. It inherits each stream that is None."""
+        """Start a process with a rank's environment variables; the process inherits each stream that is None."""
         env = self.build_environment() | dict(variables)
-        # Ranks of this machine inherit the descriptor of `share_stdout`.
+        # Ranks on this machine inherit the file descriptor from `share_stdout`.
         streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
         return subprocess.Popen(argv, env=env, **streams, start_new_session=True, close_fds=not self.rank_environments)
 
@@ -90,10 +90,10 @@ class Command:
 def build_local_command(
     arguments: Sequence[str], *, gpus: Sequence[int], num_gpus: int | None, port: int, module: str = "trainer.train"
 ) -> Command:
-    """Return the command that runs `module` on this machine: a rank per GPU, or CPU ranks if `gpus` is empty.
+    """Return the command that runs `module` on this machine, with one rank per GPU, or on the CPU if `gpus` is empty.
 
-    `gpus` are the indices of usable GPUs, of which the first `num_gpus` are used. Raises UserError if `num_gpus` is
-    larger than their number or, without GPUs, than the number of cores.
+    `gpus` are the indices of the usable GPUs; only the first `num_gpus` are used. Raises UserError if `num_gpus`
+    exceeds the number of GPUs or, without GPUs, the number of cores.
     """
     if num_gpus is not None and num_gpus < 1:
         raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
@@ -117,7 +117,7 @@ def build_local_command(
         manual_argv.append("--include=localhost:" + ",".join(map(str, numbers)))
         shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     else:
-        # By default, DeepSpeed starts a CPU rank per NUMA node, which is one on most machines.
+        # By default, DeepSpeed starts one CPU rank per NUMA node, and most machines have one node.
         manual_argv.append(f"--num_gpus={len(numbers)}")
         set_variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     manual_argv += [f"--master_port={port}", "--module", module, *arguments]
@@ -125,7 +125,7 @@ def build_local_command(
         (sys.executable, "-u", "-m", module, *arguments),
         len(numbers),
         set_variables,
-        # `--include` counts all GPUs of the machine, not only the visible ones.
+        # `--include` numbers all GPUs on the machine, not only the visible ones.
         (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"),
         tuple(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(numbers))),
         tuple(manual_argv),
@@ -144,14 +144,14 @@ def build_hostfile_command(
 ) -> Command:
     """Return the command that runs `module` on every slot of every host with DeepSpeed's launcher over pdsh.
 
-    `environment_file` holds the variables for ranks on other hosts. Raises UserError if pdsh is missing.
+    `environment_file` contains the environment variables for ranks on other hosts. Raises UserError if pdsh is missing.
     """
     if shutil.which("pdsh") is None:
         raise UserError("--launcher hostfile: pdsh is not installed; run `apt install pdsh`, or use mpi or slurm")
     ranks = sum(len(gpus) for gpus in slots.values())
     argv = [_find_deepspeed(), f"--hostfile={hostfile}"]
     argv.append("--include=" + "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in slots.items()))
-    # Otherwise DeepSpeed starts the ranks of a hostfile with a single host on this machine.
+    # Without --force_multi, DeepSpeed starts the ranks on this machine if the hostfile has a single host.
     argv += ["--force_multi", "--launcher=pdsh", f"--master_port={port}"]
     argv += [f"--master_addr={address}"] if address else []
     argv += ["--module", module, *arguments, f"--world-size={ranks}"]
@@ -160,7 +160,7 @@ def build_hostfile_command(
 
 
 def _find_deepspeed() -> str:
-    """Return the `deepspeed` of this Python's environment: its name if it is first on PATH, otherwise its path."""
+    """Return this environment's `deepspeed` command: its name if it is first on PATH, otherwise its path."""
     path, in_path = Path(sys.executable).parent / "deepspeed", shutil.which("deepspeed")
     if not path.is_file() or (in_path and Path(in_path).samefile(path)):
         return "deepspeed"
@@ -175,10 +175,10 @@ def select_exported_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_environment(file: Path, env: Mapping[str, str]) -> None:
-    """Write the variables of `env` and ~/.deepspeed_env to `file`, which DeepSpeed's launcher reads instead.
+    """Write the variables in `env` and ~/.deepspeed_env to `file`, which DeepSpeed's launcher reads instead.
 
     PYTHONPATH is set because DeepSpeed's value begins with the working directory. PATH begins with the folder of this
-    Python and of the ninja that built the operators: a different ninja would rebuild them, and without one ranks fail.
+    Python and of the ninja that built the operators: a different ninja would rebuild them; without ninja, ranks fail.
     """
     user_file = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     lines = [f"PATH={Path(sys.executable).parent}:$PATH", "PYTHONPATH="]

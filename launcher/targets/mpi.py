@@ -20,7 +20,7 @@ def build_mpirun_command(
 ) -> Command:
     """Return the command that runs `module` as one rank for each slot of each host.
 
-    Ranks on a host use its first GPUs. Raises UserError if `slots` has other GPUs, or if mpirun is missing.
+    Ranks on a host use its first GPUs. Raises UserError if `slots` lists other GPUs, or if mpirun is missing.
     """
     for host, gpus in slots.items():
         if list(gpus) != list(range(len(gpus))):

@@ -1,7 +1,7 @@
 """Read SLURM allocations, and build the `srun` command that starts one process per GPU in them.
 
-srun starts the ranks directly, without DeepSpeed's launcher: it starts faster (docs/guide/several-machines.md has
-times), reports every rank's exit code, and forwards SIGUSR1 to all ranks.
+srun starts the ranks directly, without DeepSpeed's launcher: it is faster (docs/guide/several-machines.md lists
+start-up times), reports every rank's exit code, and forwards SIGUSR1 to all ranks.
 """
 
 import os
@@ -22,7 +22,7 @@ from trainer.contract.rendezvous import compute_job_port
 
 NODE_TIMEOUT_S = 60.0
 RETRY_AFTER_S = 10.0
-# SLURM marks a node that does not respond with an asterisk: "down*", "mixed*".
+# SLURM appends an asterisk to the state of an unresponsive node: "down*", "mixed*".
 _LOST = re.compile(r"down|fail|\*$", re.I)
 
 
@@ -57,7 +57,7 @@ def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
             raise UserError(f"{option} {text}: SLURM can only filter whole nodes; use --num-gpus, or a smaller job")
     names = _expand_node_list(env["SLURM_JOB_NODELIST"])
     limit = read_ranks_per_node(env)
-    # If the job sets no number of ranks per node, --num-gpus does.
+    # If the job does not set the number of ranks per node, --num-gpus does.
     slots = {name: list(range(limit or filters.get("num_gpus") or 1)) for name in names}
     slots = choose_slots(slots, **filters)
     return Allocation(int(env["SLURM_JOB_ID"]), tuple(slots), len(next(iter(slots.values()))))
@@ -100,8 +100,8 @@ def build_srun_command(
 def detect_lost_nodes(allocation: Allocation) -> list[str]:
     """Return the nodes that SLURM has marked as lost; if there are none, the nodes that cannot run a minimal step.
 
-    SLURM detects a lost node after SlurmdTimeout, usually five minutes; it then cancels the job, and none of its nodes
-    starts a step. After a restart of slurmctld, no node starts one for some seconds, so silent nodes are tried twice.
+    SLURM detects a lost node after SlurmdTimeout, usually five minutes; it then cancels the job, and no node can start
+    a step. This also holds for a few seconds after slurmctld restarts, so silent nodes are tried twice.
     """
     command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     listing = subprocess.run(command, capture_output=True, text=True).stdout
@@ -116,7 +116,7 @@ def detect_lost_nodes(allocation: Allocation) -> list[str]:
 
 
 def can_be_requeued(job: int) -> bool:
-    """Return whether SLURM may requeue the job: a batch job submitted with `--requeue`."""
+    """Return whether SLURM may requeue the job, i.e. it is a batch job submitted with `--requeue`."""
     description = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
     return all(re.search(rf"\b{flag}=1\b", description) for flag in ("Requeue", "BatchFlag"))
 
