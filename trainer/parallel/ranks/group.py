@@ -111,7 +111,7 @@ def skip_shm_build() -> AbstractContextManager[None]:
     """Skip the build of DeepSpeed's shared-memory all-reduce for CPUs, which only tensor parallelism uses.
 
     Compiling it takes 40 s on two cores, on the first run and again after another environment with the same Python has
-    built it. Each rank would also leave 66 MiB in /dev/shm (DeepSpeed 0.19.8, shm.cpp).
+    built it. Ranks on the same host would also leave 66 MiB each in /dev/shm (DeepSpeed 0.19.8, shm.cpp).
     """
     backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute, deepspeed.comm.torch is torch itself
     return patch_attribute(backend, "build_shm_op", lambda: None, "deepspeed")
