@@ -29,7 +29,7 @@ UNVERIFIED = ("state.json", "README.md")
 
 
 def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] | None) -> None:
-    """Add the checksums of the result files and the identity of the run to run.json."""
+    """Add the result files' checksums and the run's identity to run.json."""
     path = run_dir / RECORD
     checksums = {name: compute_checksum(run_dir / name) for name in names if name not in UNVERIFIED}
     write_json(path, read_json(path) | {"checksums": checksums, "identity": identity})
@@ -101,7 +101,7 @@ class AdapterFormat:
     """Factors that PEFT stores in a different shape, by name in the model."""
     empty_base: Any
     loaded: set[Any] = field(default_factory=set)
-    """Settings, names and shapes that PEFT has loaded."""
+    """Combinations of settings, names and shapes that PEFT has already loaded."""
 
     @classmethod
     def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterFormat":
@@ -130,9 +130,9 @@ class AdapterFormat:
         return cls(names, settings, trained_factors, build_empty_base(model.get_base_model()))
 
     def check_loads(self, folder: Path) -> None:
-        """Raise NotReloadableError unless plain PEFT loads every tensor of a saved adapter and misses none.
+        """Raise NotReloadableError unless plain PEFT can load a saved adapter without losing a tensor.
 
-        PEFT loads the adapter into a base model on the meta device, once for the same settings, names and shapes.
+        Loads into a base model on the meta device. Equal settings, names and shapes are checked only once.
         """
         text = (folder / SETTINGS).read_text(encoding="utf-8")
         shapes = {name: tuple(entry.shape) for name, entry in read_safetensors_header(folder / WEIGHTS)[0].items()}
@@ -167,7 +167,7 @@ class AdapterFormat:
 def stack_difference(
     trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the factors of the trained minus the initial adapter, in the format of `for_unchanged_base`."""
+    """Return the factors of (trained - initial), in the format of `for_unchanged_base`."""
     joined = dict(trained)
     for name, value in trained.items():
         if "lora_A" in name:

@@ -1,4 +1,4 @@
-"""Write checkpoints in a thread of every rank while training continues.
+"""Write checkpoints in a background thread on every rank while training continues.
 
 Each rank writes and flushes its files, then creates a marker file. Once rank 0 sees all markers, it publishes the
 folder. Until then older checkpoints are untouched, even if a process dies.
@@ -16,22 +16,22 @@ from trainer.parallel.ranks.group import Ranks, gather_objects
 
 POLL_INTERVAL_S = 0.05
 PREFIX = ".writing-"
-"""Prefix of folders that are being written."""
+"""Prefix of incomplete folders."""
 
 
 class SaveError(UserError):
-    """Raised on all ranks if any rank could not write a checkpoint; older checkpoints are untouched."""
+    """Raised on all ranks if any rank could not write a checkpoint. Older checkpoints are untouched."""
 
     exit_code = 1
 
 
 class BackgroundSave:
-    """Writes a rank's files of a checkpoint in a thread, and publishes the checkpoint."""
+    """Writes this rank's checkpoint files in a thread; on rank 0 also publishes the checkpoint."""
 
     def __init__(
         self, folder: Path, write: Callable[[Path], None], publish: Callable[[Path], None], ranks: Ranks
     ) -> None:
-        """Start a thread that calls `write(folder)` for this rank's files, and then `publish(folder)` on rank 0."""
+        """Start a thread that calls `write(folder)` and, on rank 0 after all ranks have written, `publish(folder)`."""
         self.folder, self._write, self._publish, self._ranks = folder, write, publish, ranks
         self._written, self._all_have_written, self._has_failed = (threading.Event() for _ in range(3))
         self._failures: list[str] = []
@@ -42,7 +42,8 @@ class BackgroundSave:
     def finish(self) -> None:
         """Wait until the folder is published; a collective call.
 
-        Raises SaveError on all ranks if a disk was full; other exceptions are raised unchanged.
+        Raises SaveError on all ranks after a disk error. Any other exception is raised unchanged on its rank, and as
+        OtherRankError on the other ranks.
         """
         self._written.wait()
         exchange_outcomes(self._failures, self._exception, self.folder, self._ranks, self._stop)
@@ -91,7 +92,7 @@ def exchange_outcomes(
     ranks: Ranks,
     stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Exchange disk failures and exceptions; if any rank failed, delete the folder and raise on all ranks."""
+    """Exchange disk errors and exceptions; if any rank failed, delete the folder and raise an error on all ranks."""
     error = f"{type(exception).__name__}: {exception}" if exception else ""
     outcomes: list[tuple[list[str], str]] = gather_objects((failures, error))
     full = [reason for reasons, _ in outcomes for reason in reasons]

@@ -1,4 +1,4 @@
-"""Fingerprint the weights of a base model from headers, sizes and a sample of the bytes.
+"""Fingerprint a base model's weights by headers, file sizes and a sample of the bytes.
 
 Reads 64 KiB of every 16 MiB (64 MB of a 16 GB model), and files under 16 MiB completely. Changes outside the samples
 go undetected if names, shapes and sizes stay the same.
@@ -27,15 +27,15 @@ SAME_WEIGHTS = ("name", "weights", "commit")
 
 
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
-    """Return the `name` of a random base model, or the Hub `commit` and the hashes of `weights` and `config`.
+    """Return the `name` of a random base model, or the Hub `commit` and hashes of the `weights` and `config`.
 
-    Also contains hashes, by name, of an image pipeline's frozen parts and of Python files that loading would run.
-    Empty if the base model is not on this machine yet.
+    Includes hashes, by name, of an image pipeline's frozen parts and of the Python files that loading would run.
+    Empty if the base model is not on this machine.
     """
     if is_random(base_model):
         return {"name": base_model}
     folder, fingerprint = Path(base_model).expanduser(), {}
-    if folder.is_file():  # an image model; the name of the file may change
+    if folder.is_file():  # an image model; its file may have been renamed
         digest = xxhash.xxh3_128()
         _add_file(digest, folder, "")
         return {"weights": digest.hexdigest()}
@@ -58,7 +58,7 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
 
 
 def _find_external_code(folder: Path) -> dict[str, Path]:
-    """Return the cached folders of code from other repositories (`owner/repo--module.Class` in `auto_map`)."""
+    """Return the cached code folders of other repositories that `auto_map` names (`owner/repo--module.Class`)."""
     settings = (
         read_json_or_default(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json")
     )
@@ -71,7 +71,7 @@ def _find_external_code(folder: Path) -> dict[str, Path]:
 
 
 def _hash_denoiser(folder: Path) -> dict[str, str]:
-    """Return the hashes of an image pipeline's denoiser, to which adapters are added."""
+    """Return hashes of the config and weights of an image pipeline's denoiser."""
     denoiser = next((folder / name for name in ("unet", "transformer") if (folder / name).is_dir()), folder)
     hashes, config = {}, denoiser / "config.json"
     if config.is_file():
@@ -80,7 +80,7 @@ def _hash_denoiser(folder: Path) -> dict[str, str]:
 
 
 def _hash_frozen_parts(folder: Path) -> dict[str, str]:
-    """Return the hashes of a pipeline's scheduler, VAE and text encoders; omits incomplete parts."""
+    """Return a hash for each complete frozen part of a pipeline: scheduler, VAE and text encoders."""
     hashes = {}
     for part in FROZEN_PARTS:
         settings, weights = sorted((folder / part).glob("*config.json")), _find_weight_files(folder / part)
@@ -95,7 +95,7 @@ def _hash_settings(file: Path) -> str:
 
 
 def find_changed_part(one: dict[str, str], other: dict[str, str]) -> str | None:
-    """Return the first key, other than the weights, in which two fingerprints differ; None if they agree."""
+    """Return the first shared key, except SAME_WEIGHTS, with different values; None if all values are equal."""
     return next((key for key in one if key not in SAME_WEIGHTS and other.get(key, one[key]) != one[key]), None)
 
 
@@ -110,7 +110,7 @@ def is_same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
 
 
 def _find_weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model; empty if one is missing."""
+    """Return a model's weight files; an empty list if any is missing."""
     index = folder / INDEX
     if index.is_file():
         files = sorted(folder / name for name in set(read_json(index, WeightIndex).weight_map.values()))
@@ -132,7 +132,7 @@ def _add_file(digest: xxhash.xxh3_128, file: Path, name: str) -> None:
         if size <= SAMPLE_INTERVAL:
             digest.update(stream.read())
             return
-        length = int.from_bytes(stream.read(8), "little")  # length of the header, which has names, shapes and offsets
+        length = int.from_bytes(stream.read(8), "little")  # length of the header (names, shapes and offsets)
         digest.update(stream.read(min(length, SAMPLE_INTERVAL)))
         for start in (*range(0, size, SAMPLE_INTERVAL), max(0, size - SAMPLE_BYTES)):
             stream.seek(start)

@@ -1,9 +1,9 @@
-"""Capture the contents of a checkpoint from an engine, and restore them at any ZeRO stage and number of ranks.
+"""Capture the contents of a checkpoint from an engine, and restore them for any ZeRO stage and number of ranks.
 
 checkpoint-N/
-  adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (adapter: none: the full model)
+  adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (with adapter: none, the full model)
   training_state-00000.safetensors ...             each rank's shard of master weights and moments, fp32
-  rank-00000.safetensors ...                       RNG states of each rank, and its 8-bit moments
+  rank-00000.safetensors ...                       each rank's RNG states and 8-bit moments
   state.json                                       step, data position, loss scale, best loss, SCU state, identity of
                                                    the run (trainer/checkpoint/identity.py)
   COMPLETE                                         checksums, written last (trainer/checkpoint/checkpoint_files.py)
@@ -35,7 +35,7 @@ from trainer.patches.deepspeed_workarounds import get_loss_scaler, list_loss_sca
 
 @dataclass(frozen=True)
 class RankState:
-    """Holds the state that one rank saves in addition to the weights, copied to host memory."""
+    """State that one rank saves in addition to the weights, copied to host memory."""
 
     rank: int
     pieces: StatePieces | None
@@ -45,7 +45,7 @@ class RankState:
 
     @classmethod
     def capture(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
-        """Queue copies of everything except `state`. The copies are valid after `copies.wait()`."""
+        """Queue copies of everything except `state`; they are valid after `copies.wait()`."""
         engine_state = EngineState(engine)
         pieces = engine_state.collect_pieces()
         if pieces is not None:
@@ -56,7 +56,7 @@ class RankState:
         return cls(ranks.rank, pieces, rank_tensors, {})
 
     def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
-        """Return a copy with `state` filled in. Call it only after the device has finished the copied step."""
+        """Return a copy with `state` filled in. Call it only after the device has finished the step being saved."""
         state = {
             "format": FORMAT,
             **position,
@@ -82,7 +82,7 @@ class RankState:
 
 
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
-    """Load a checkpoint into a fresh engine and return its `state.json`.
+    """Load a checkpoint into a fresh engine; return its `state.json` with an additional key `requantized`.
 
     The result is bitwise exact for the same ZeRO stage and number of ranks. Otherwise the RNGs are seeded from the
     step, and 8-bit moments are requantized.
@@ -152,12 +152,12 @@ def _restore_loss_scale(engine: Engine, saved: dict[str, float] | None) -> None:
 
 @dataclass
 class Position:
-    """The progress of a run, saved in every checkpoint."""
+    """Progress of a run, saved in every checkpoint."""
 
     step: int = 0
     epoch: int = 0
     offset: int = 0
-    """Number of samples used in this epoch so far, over all ranks."""
+    """Number of samples used in this epoch so far, across all ranks."""
     tokens: int = 0
     target_tokens: int = 0
     last_evaluation: float | None = None
@@ -173,10 +173,10 @@ class Position:
     """Number of steps that changed no weight or had a non-finite loss."""
     spikes: int = 0
     latest_losses: list[float] = field(default_factory=list)
-    """Losses of the last steps, to compare the next loss with; only rank 0 keeps this and `spikes`."""
+    """Losses of the last steps, for detecting spikes; only rank 0 keeps this and `spikes`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON, with None for infinity and NaN."""
+        """Return a dict for JSON, in which None replaces an infinite or NaN `best_loss` and `last_evaluation`."""
         losses = {"best_loss": self.best_loss, "last_evaluation": self.last_evaluation}
         finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
         return asdict(self) | finite

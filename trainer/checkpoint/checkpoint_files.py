@@ -93,7 +93,7 @@ def _describe_problem(checkpoint: Path, read: bool) -> str | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Verify all checksums of a checkpoint; return the first problem with its file's name, or None if all match."""
+    """Verify a checkpoint's checksums; return the first problem, including the file's name, or None if all match."""
     try:
         sums = _parse_checksums((checkpoint / MARKER).read_bytes())
         if sums is None:
@@ -143,7 +143,7 @@ def compute_checksum(file: Path) -> str:
 
 def seal(folder: Path) -> None:
     """Write COMPLETE with the checksums of all files in the folder."""
-    # A tokenizer with several chat templates stores them in a folder.
+    # A tokenizer with several chat templates stores them in a subfolder.
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
     sums = {str(file.relative_to(folder)): (compute_checksum(file), file.stat().st_size) for file in files}
     _write_sums(folder / MARKER, sums)
@@ -163,7 +163,7 @@ def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
 
 
 def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
-    """Return checksum and size by file name; None for a damaged marker."""
+    """Return the checksum and size by file name; None if the marker is damaged."""
     lines, digest_line = marker[:-33], marker[-33:]
     if digest_line != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():
         return None
@@ -172,9 +172,9 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
 
 
 def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
-    """Seal a folder, flush it to disk and rename it to `final`, after setting `later` checkpoints aside.
+    """Seal a folder, flush it to disk and rename it to `final`, after renaming `later` checkpoints and an old `final`.
 
-    A crash at any point leaves older checkpoints untouched. Returns the new paths of the checkpoints set aside.
+    A crash at any point leaves older checkpoints untouched. Returns the new paths of the renamed checkpoints.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):
@@ -182,7 +182,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     existing = [final] if final.exists() and final not in later else []
     moved = [_set_aside(checkpoint) for checkpoint in (*later, *existing) if checkpoint.exists()]
     os.replace(folder, final)
-    # The run's folder and its parents may also be new.
+    # The run's folder and its parents may be new too.
     for parent in final.absolute().parents:
         sync(parent)
         if parent.is_mount():
@@ -191,7 +191,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint to `abandoned-...`; runs resume from it only if it is named explicitly."""
+    """Rename a checkpoint to `abandoned-...`, so that a run resumes from it only if it is named explicitly."""
     names = (f"abandoned{'' if number == 1 else f'-{number}'}-{checkpoint.name}" for number in range(1, 10_000))
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
     os.replace(checkpoint, new)
@@ -204,6 +204,6 @@ def list_later_checkpoints(run_dir: Path, step: int) -> list[Path]:
 
 
 def list_surplus_checkpoints(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
-    """Yield the complete checkpoints except the newest `keep` and those at the steps in `protect`."""
+    """Yield all complete checkpoints except the newest `keep` and any at a step in `protect`."""
     if keep is not None:
         yield from (path for path in list_checkpoints(run_dir)[:-keep] if parse_step(path) not in protect)

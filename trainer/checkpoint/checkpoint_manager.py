@@ -1,9 +1,9 @@
 """Select, restore and write the checkpoints of a run.
 
 State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
-`copy` gathers partitioned weights and queues the copies while the device still computes the step. `save` starts writing
-once the step's loss is known. `finish_save`, called before the next copy and at the end, waits for the writers and
-exchanges the outcome between ranks.
+`copy` gathers partitioned weights and queues the copies while the device is still computing the step. `save` starts
+writing once the step's loss is known. `finish_save`, called before the next copy and at the end, waits for the writers
+and exchanges the outcome between ranks.
 """
 
 import math
@@ -64,7 +64,7 @@ class CheckpointManager:
 
     @phase("restore")
     def agree_on_checkpoint(self) -> None:
-        """Choose the checkpoint for all ranks; called before loading weights. Raises UserError if it cannot be used."""
+        """Choose the checkpoint on all ranks, before weights are loaded. Raises UserError if it cannot be used."""
         config, ranks = self._config, self._ranks
         plan = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
         resumption = run_on_main(ranks, lambda: plan(config, self._prepared))
@@ -78,7 +78,7 @@ class CheckpointManager:
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
     ) -> tuple[Position, dict[str, Any] | None]:
-        """Load the checkpoint (if any) into engine, schedule and batches; return the position and the SCU state."""
+        """Restore the engine, schedule and batches if a checkpoint was chosen; return the position and SCU state."""
         training = self._config.training
         if self.checkpoint is None:
             return Position(best_metric=training.compared_metric), None
@@ -104,7 +104,7 @@ class CheckpointManager:
         return position, state.get("scu")
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
-        """Write the final weights, with the adapter's update scaled by `factor`; a collective call."""
+        """Write the final weights with the adapter's update scaled by `factor`; a collective call."""
         must_have_moved, identity = has_positive_rate(schedule), self._get_identity()
         self._folder.save_result(engine, must_have_moved=must_have_moved, factor=factor, identity=identity)
 
@@ -117,8 +117,8 @@ class CheckpointManager:
 
     @phase("save")
     def copy(self, engine: Engine) -> None:
-        """Queue copies of engine state and weights to host memory, after the current step; a collective call."""
-        with suppress(SaveError):  # the failure was reported; continue with this save
+        """Queue copies of the engine's state and weights to host memory after the current step; a collective call."""
+        with suppress(SaveError):  # already reported; continue with this save
             self.finish_save()
         state = RankState.capture(engine, self._ranks, self.copies)
         with phase("gather"), use_averaged_weights(engine):
@@ -131,7 +131,7 @@ class CheckpointManager:
     def save(
         self, engine: Engine, position: Position, schedule: Any, batches: BatchSource, steering: Steering | None
     ) -> None:
-        """Start writing the copies and all other state while training continues; a collective call.
+        """Start writing the state queued by `copy`, and all other state, in the background; a collective call.
 
         Raises SaveError on every rank, after a warning, if the folder cannot be created.
         """
@@ -182,7 +182,7 @@ class CheckpointManager:
         self._upload()
 
     def _upload(self) -> str | None:
-        """Upload a run on an object store; return its URL. A failure is only recorded; the next checkpoint retries."""
+        """Upload the run if it is on an object store; return its URL. Record a failure, and retry at the next save."""
         try:
             self._upload_problem = ""
             return upload_run(self._run_dir)
@@ -192,7 +192,7 @@ class CheckpointManager:
 
     @phase("save")
     def upload_result(self) -> None:
-        """Upload the finished run if it is on an object store. Raises SaveError on rank 0 if that fails."""
+        """Upload the finished run if it is on an object store. Raises SaveError on rank 0 if the upload fails."""
         if self._ranks.is_main and (address := self._upload()):
             self._say(f"uploaded     {escape(address)}")
         if self._upload_problem:
@@ -216,7 +216,7 @@ class CheckpointManager:
             self._renamed = []
 
     def wait_for_save(self, seconds: float) -> None:
-        """Wait up to `seconds` for the current save on this rank only, after the run has failed."""
+        """Wait up to `seconds` for the current save on this rank only; for use after the run has failed."""
         if self._current is not None:
             self._current.thread.join(seconds)
 
@@ -231,7 +231,7 @@ class CheckpointManager:
     def restore_best(self, engine: Engine, position: Position) -> int | None:
         """If `best_checkpoint` is set, restore the weights with the best `best_metric` and return their step.
 
-        Returns None if the last weights are kept: they are the best, or the best checkpoint is damaged.
+        Returns None if the last weights are kept, for example because they are the best or the checkpoint is damaged.
         """
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
@@ -248,6 +248,6 @@ class CheckpointManager:
         return position.best_step
 
     def _get_checkpoint_path(self, step: int) -> Path:
-        """Return the checkpoint of a step, in this run's folder or in the folder from which it resumes."""
+        """Return the path of a step's checkpoint, which may be in the folder from which this run resumed."""
         path = self._run_dir / f"checkpoint-{step}"
         return path if self.checkpoint is None or path.exists() else self.checkpoint.parent / path.name

@@ -33,7 +33,7 @@ from trainer.patches.packed_attention import choose_attention, copy_heads_withou
 
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "adapter_path", "reference")
-"""Settings, in any section, that may name a file or folder that the run reads."""
+"""Settings, in any section, that may contain the path of an input."""
 BASE_MODEL_HELP = "location of the base model, if it was moved"
 
 
@@ -76,7 +76,7 @@ def find_run(
         raise UserError(f"{folder}: has no {missing[0]}, because the run did not finish or the file was deleted; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
-        # The revision belongs to the repository in the configuration.
+        # The recorded revision belongs to the recorded base model.
         if not base_model.strip():
             raise UserError("--base-model: empty; pass a folder or a Hub ID, or omit the option")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
@@ -151,7 +151,7 @@ def load_saved_tokenizer(run: FinishedRun) -> Any:
 
 
 def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
-    """Return the plain-text prompt format, or None for the chat template. `raw` and `chat` override the run's."""
+    """Return the prompt format for plain text, or None for the chat template. `raw` and `chat` override run.json."""
     form: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
@@ -199,7 +199,7 @@ def attach_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_fp32: bool
     set_seed(run.config.seed)  # so that rows of added tokens get the same random values in every command
     resize_to_vocabulary(base, tokenizer)
     if run.config.model.has_score:
-        base.config.pad_token_id = tokenizer.pad_token_id  # transformers uses it to find the end of a text
+        base.config.pad_token_id = tokenizer.pad_token_id  # transformers uses it to find the end of a sequence
     error_prefix = f"{run.folder}: its adapter does not match base_model={run.config.base_model}"
     return load_adapter(base, str(run.folder), error_prefix=error_prefix, in_fp32=in_fp32)
 

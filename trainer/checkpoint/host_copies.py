@@ -9,10 +9,11 @@ MAX_PINNED_BYTES = 8 * 2**30
 
 
 class HostCopies:
-    """Copies tensors to named buffers, pinned for GPU tensors; the copies are valid until the next save.
+    """Copies tensors to named host buffers, which are valid until the next save.
 
-    Copies from a GPU run in a separate stream after the work queued so far, so that neither the host nor the next
-    forward and backward pass waits for them. Call `make_updates_wait` before queueing work that changes the tensors.
+    Copies from a GPU go to pinned memory, in a separate stream after the work queued so far, so that neither the host
+    nor the next forward and backward pass waits for them. Call `make_updates_wait` before queueing work that changes
+    the tensors.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class HostCopies:
         self._updates_wait = True
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to contiguous host memory; for a GPU tensor the copy is valid after `wait`."""
+        """Return a contiguous copy of a tensor in host memory. For a GPU tensor, the copy is valid after `wait`."""
         tensor = tensor.detach()
         buffer = self._get_buffer(name, tensor)
         if buffer is None:
@@ -50,7 +51,7 @@ class HostCopies:
             self._event.synchronize()
 
     def _use_copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """Return the context of the copy stream, which waits for the tensor and keeps its memory until it is copied."""
+        """Return the copy stream's context. The stream waits for the tensor and keeps its memory until it is copied."""
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._stream is None:

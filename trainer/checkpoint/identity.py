@@ -34,7 +34,7 @@ MODEL_SETTINGS, SPLIT_SETTINGS = tuple(TABLES["model"]), tuple(TABLES["split"])
 
 
 class Identity(BaseModel):
-    """A recorded identity. Values that are unknown before the ranks start are None."""
+    """The identity of a run. Values that are unknown before the ranks start are None."""
 
     names: dict[str, str | None] = {}
     settings: dict[str, Any] = {}
@@ -48,11 +48,11 @@ class Identity(BaseModel):
 @dataclass(frozen=True)
 class Difference:
     problem: str
-    """`setting=value: the recorded value`."""
+    """Error message, such as `setting=value: NAME was trained with ...`."""
     change: str
-    """`setting old -> new`."""
+    """Short form, such as `setting old -> new`."""
     group: str | None
-    """Name in training.resume_changes that allows the difference; None if it is always allowed."""
+    """Value of training.resume_changes that allows the difference; None if it is always allowed."""
     fixed: bool = False
     """Whether the difference always prevents resuming."""
 
@@ -60,7 +60,7 @@ class Difference:
 def build_identity(
     config: RunConfig, prepared: PreparedRun | None, world_size: int | None, precision: str | None
 ) -> Identity:
-    """Return the identity of a run that is about to train. Without `prepared`, it only has base model and settings."""
+    """Return the identity of a run that is about to train; without `prepared`, the data is not included."""
     # Divide `global_batch_size` among the ranks if their number is known.
     shared, data_ranks = config, config.data_ranks(world_size or 1)
     if prepared is not None and world_size is not None:
@@ -166,7 +166,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
 
 
 def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
-    """Check that base model and tokenizer (`origin`) match the adapter at lora.adapter_path. Return warnings.
+    """Check that the base model and tokenizer (`origin`) match the adapter at lora.adapter_path; return warnings.
 
     Raises UserError if they differ or the adapter changed after training, unless lora.allow_mismatch is set.
     """
@@ -211,10 +211,10 @@ def _format_data_path(config: RunConfig) -> str:
 
 
 def _collect_comparable_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings to compare by dotted name, without disabled sections."""
+    """Return the settings to compare, keyed by dotted name, without disabled sections."""
     values = config.model_dump(mode="json")
     if config.lora.adapter_path is not None:
-        # The adapter's own settings replace the section's.
+        # The initial adapter's settings replace the section's settings.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in PEFT_NAMES.values()}
         values["lora"] |= _read_initial_adapter_settings(config.lora.adapter_path)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"

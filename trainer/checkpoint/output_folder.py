@@ -1,6 +1,6 @@
 """Check the output folder and inputs of a run, without importing torch (an import-linter contract).
 
-Writes nothing, except that a run's folder on an object store is first copied to this machine.
+Does not write anything, except that a run's folder on an object store is first copied to this machine.
 """
 
 import os
@@ -90,7 +90,7 @@ def check_output_folder(config: RunConfig) -> None:
 
 
 def check_no_conflict(config: RunConfig) -> None:
-    """Raise UserError unless a run may start or resume in the folder. The caller holds its lock."""
+    """Raise UserError unless a run may start or resume in the folder. Does not check the folder's lock."""
     problem = _find_conflict(config)
     if problem:
         raise UserError(f"output_dir={config.output_dir}: {problem}")
@@ -132,7 +132,7 @@ def _describe_move_problem(folder: Path) -> str | None:
 
 
 def _find_nearest_existing(folder: Path) -> Path:
-    """Return the folder or its nearest existing parent. Raises UserError for a broken link."""
+    """Return the folder or its nearest existing parent. Raises UserError for a broken link or an unresolvable `..`."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             raise UserError(

@@ -1,7 +1,7 @@
 """The output folder of a run: records, checkpoints, final weights and report.
 
-Every rank has a RunFolder, since gathering weights is collective. Only rank 0 writes, after checking each time that the
-folder still belongs to this run.
+Every rank has a RunFolder, since gathering weights is collective. Only rank 0 writes, and it checks before each write
+that the folder still belongs to this run.
 """
 
 import shutil
@@ -54,12 +54,12 @@ class RunFolder:
         say: Output,
         lock: FolderLock | None,
     ) -> None:
-        """Prepare the object, but write nothing yet; `config` has no `auto` values, and `lock` is held by rank 0."""
+        """Create the object without writing anything; `config` has no `auto` values, and only rank 0 has the `lock`."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._say, self._lock = console, say, lock
         self.metrics: Metrics | None = None
-        """Set by `open` on rank 0."""
+        """Metrics of this run; None before `open` and on ranks other than 0."""
         self._format: AdapterFormat | None = None
         self._write_record: Callable[[], None] = lambda: None
 
@@ -78,7 +78,7 @@ class RunFolder:
         prompt_text: str | None,
         checkpoint: Path | None,
     ) -> None:
-        """Write the record and open the metrics after all checks; `checkpoint` is the one to resume from, if any."""
+        """Write the record and open the metrics after all checks. A run that resumes passes its `checkpoint`."""
         config, is_main = self._config, self._ranks.is_main
         changes_base = changes_base_weights(config.lora) and config.adapter == "lora"
         if position.step and changes_base:
@@ -171,19 +171,19 @@ class RunFolder:
             )
 
     def restore_record(self) -> None:
-        """Check the folder, and write the record again if it was moved away."""
+        """Check that the folder still belongs to this run, and rewrite the record if it is missing."""
         self.check()
         if not ((self.path / RUN).exists() and (self.path / CONFIG).exists()):
             self._write_record()
             (self.path / METRICS_FILE).touch()
 
     def write_times(self) -> None:
-        """Write the seconds per phase, including earlier starts of this run."""
+        """Write the seconds per phase, including earlier attempts of this run."""
         with self.tolerate_full_disk(TIMES):
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
-        """Write the report and print the summary, with the held-out loss before and after training."""
+        """Write the report and print the summary; `before` and `after` training are held-out losses."""
         page = None
         if before is None:  # a resumed run
             first = (record.get("eval/loss") for record in read_metrics(self.path) if record["step"] == 0)
@@ -216,7 +216,7 @@ class RunFolder:
     ) -> Callable[[Path], None]:
         """Return a function that writes gathered weights and tokenizer files to a folder, on rank 0.
 
-        `must_have_moved`: the learning rate has been above zero, so factors that are still zero are an error.
+        Set `must_have_moved` if the learning rate has been above zero: writing then fails if B is still zero.
         """
         model, is_full_training = engine.module, self._config.adapter == "none"
         write_companions = self._task.companion_files() if self._ranks.is_main else None

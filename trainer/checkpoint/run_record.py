@@ -1,6 +1,6 @@
 """Write and read the record of a run, and move or delete the run's files.
 
-training_config.json is the resolved configuration; run.json has versions, commit and command.
+training_config.json is the resolved configuration; run.json contains versions, commit and command.
 """
 
 import os
@@ -37,12 +37,12 @@ RUN_FILES = (
     *("samples", "time_by_phase.json", "examples.json"),
 )
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
-# Entries of folders that count as empty: logs of an attempt that never trained, and file system or git files.
+# A folder with only these entries counts as empty: logs of an attempt that never trained, file system and git files.
 IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
 def find_run_dir(folder: Path) -> Path:
-    """Return the output folder of a run, given that folder or a checkpoint in it. Raises UserError for others."""
+    """Return the output folder of a run, given that folder or a checkpoint in it. Raises UserError for other paths."""
     if not folder.is_dir():
         problem = "is a file" if folder.is_file() else "no such folder"
         raise UserError(f"{folder}: {problem}; pass the output_dir of a run, or a checkpoint-N in it")
@@ -59,7 +59,7 @@ def write_run_record(
 ) -> None:
     """Write training_config.json (`settings`, which `zerolora train` accepts) and run.json.
 
-    `prompt_text` is the prompt format of the training data, None for conversations.
+    `prompt_text` is the prompt format of the training data, or None for conversations.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     earlier: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def holds_run(run_dir: Path) -> bool:
 def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
     """Clear an earlier run's folder; return a message with the files' new path, or None if nothing was moved.
 
-    `overwrite=True` moves all files to a new folder; `delete` deletes the files that the run wrote.
+    `overwrite=True` moves all files to a new folder; "delete" deletes the files that the run wrote.
     """
     if not overwrite or not list_run_files(run_dir):
         return None
@@ -126,7 +126,7 @@ def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
 
 
 def _move_aside(run_dir: Path) -> Path:
-    """Move all files to the first free run_dir.1, run_dir.2, ...; copy the logs, which are in use."""
+    """Move all files to a new folder (run_dir.1, run_dir.2, ...) and return it; copy the logs, which are in use."""
     folder = run_dir.resolve()
     for number in count(1):
         aside = folder.with_name(f"{folder.name}.{number}")
@@ -161,7 +161,7 @@ def _delete_run_files(run_dir: Path) -> None:
 
 
 def _sort_record_last(paths: Iterable[Path]) -> list[Path]:
-    """Sort the record last, so that a partly cleared folder still counts as a run's folder."""
+    """Sort the files of the record last, so that a partly cleared folder still counts as a run's folder."""
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN))
 
 
@@ -188,7 +188,7 @@ def _get_device_name(device: str) -> str:
 
 
 def find_commit() -> str | None:
-    """Return zerolora's git commit, with `-dirty` if files differ from it; None if installed without a checkout."""
+    """Return zerolora's git commit, with `-dirty` if there are local changes; None outside of a git checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()

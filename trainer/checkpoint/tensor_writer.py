@@ -18,12 +18,12 @@ _NAMES = {
 }  # fmt: skip
 _ALIGNMENT = 8
 _MAX_BUFFERS = 1024
-"""Linux's limit of buffers per call."""
+"""Linux's limit on buffers per `writev` call."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write contiguous CPU tensors; return the same checksum as `checkpoint_files.compute_checksum`."""
-    # Offsets must be multiples of the element size.
+    """Write contiguous CPU tensors; return the file's checksum, as `checkpoint_files.compute_checksum` would."""
+    # Largest elements first, because offsets must be multiples of the element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

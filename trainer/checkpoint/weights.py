@@ -17,7 +17,7 @@ from trainer.parallel.engine.partitioned import is_partitioned
 
 
 def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Write the initial adapter, which is subtracted from results for the unchanged base model; a collective call."""
+    """Write the initial adapter, which `write_adapter` subtracts from the trained one; a collective call."""
     config = model.peft_config["default"]
     method, config.init_lora_weights = config.init_lora_weights, True
     trained = gather_weights(model)
@@ -36,10 +36,10 @@ def write_adapter(
 ) -> None:
     """Write gathered factors in PEFT's format and verify the file.
 
-    With `initial` (the folder of the initial adapter, for PiSSA and OLoRA, which change the base weights), writes the
-    difference from that adapter, which applies to the unchanged base model.
-    Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if B is still
-    zero although `must_have_moved`; NotReloadableError if PEFT could not load the file completely.
+    PiSSA and OLoRA change the base weights. For them, `initial` is the folder of the initial adapter, and the file
+    contains the difference from that adapter, which applies to the unchanged base model.
+    Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if `must_have_moved`
+    is set and B is still zero; NotReloadableError if PEFT could not load the file completely.
     """
     stored = form.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
@@ -57,7 +57,7 @@ def write_adapter(
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write gathered weights and `config.json` of the model. Raises RuntimeError if none exist or one is not finite."""
+    """Write gathered weights and the model's `config.json`. Raises RuntimeError if `weights` is empty or not finite."""
     _check_finite(weights, folder)
     model.save_pretrained(folder, state_dict=weights)
     apply_umask(folder)
@@ -66,7 +66,7 @@ def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path)
 def gather_weights(
     model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Gather full weights by name on the CPU of rank 0, one tensor at a time. Other ranks return an empty dict.
+    """Gather full weights by name on rank 0's CPU, one tensor at a time; other ranks return an empty dict.
 
     `copy(name, tensor)` copies a tensor to the CPU. A collective call.
     """

@@ -1,4 +1,4 @@
-"""Select one of several adapters, or assign rows of a batch to each of them."""
+"""Select one of several adapters, or assign the rows of a batch to adapters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,26 +15,26 @@ ATTRIBUTE = "adapter_choice"
 
 @dataclass
 class AdapterChoice:
-    """Holds the adapters of a model, and the selection for the current pass."""
+    """The adapters of a model, and the selection for the current pass."""
 
     names: Sequence[str]
     selected: str | None = None
-    """The adapter for all rows; only its tensors are listed. With None, all are listed, and `bundles` assigns rows."""
+    """Adapter for all rows; only its tensors are listed. If None, all tensors are listed and `bundles` assigns rows."""
     bundles: Sequence[tuple[Sequence[str], int]] = ()
     """Groups of adapters that a common pass computes together, with the tokens per adapter, in row order."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Index of each adapter's layout; adjacent adapters with equal layout and token count are computed together."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Factors [P, *shape] in the graph of the latest common pass, by the factor name of a bundle's first adapter."""
+    """Factors [P, *shape] in the graph of the latest common pass, by the name of the first adapter's factor."""
     draws: dict[str, int] = field(default_factory=dict)
     """Number of dropout masks per pass, by adapter."""
     seeds: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Seeds of the dropout masks of the common pass, by adapter."""
+    """Seeds for the dropout masks of the common pass, by adapter."""
     _random_states: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @contextmanager
     def select(self, name: str) -> Iterator[None]:
-        """Select an adapter and its random state within the block; its random numbers match a separate run."""
+        """Select an adapter and its random state within the block, with the random numbers of a separate run."""
         previous, self.selected = self.selected, name
         outside = _read_random_states()
         if name in self._random_states:

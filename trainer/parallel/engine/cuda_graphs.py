@@ -5,9 +5,8 @@ launch. It reads and writes the same memory every time, so inputs are copied int
 results out of them afterwards. A captured pass must not synchronize with the device.
 
 For autograd a captured pass is one function of the flat buffers, so hooks on them, accumulation, loss scales and
-reductions work as usual. The gradient of the loss is an input of the second graph, so a replay runs the same kernels
-and computes the same bits as an eager pass. torch advances its random generator at every replay by the numbers that the
-pass draws.
+reductions work as usual. The gradient of the loss is an input to the second graph, so a replay runs the same kernels
+and computes the same bits as an eager pass. A replay advances torch's random generator as an eager pass does.
 
 All graphs share one memory pool. The forward and the backward graph of a pass are always replayed one after the other,
 after which their memory is free. cuBLAS's workspaces (32 MiB per thread and stream on Hopper) are in the pool too. The
@@ -31,7 +30,7 @@ MAX_TIME_FRACTION = 0.95
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest allowed relative difference of a graph's gradients; 2e-2 for 16-bit types."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-"""Streams for captures."""
+"""Capture stream of each device."""
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
@@ -40,7 +39,7 @@ class CaptureError(RuntimeError):
 
 
 class CapturedPass:
-    """Holds a captured pass; calling it replays the forward graph, and autograd replays the backward graph."""
+    """A captured pass; calling it replays the forward graph, and autograd replays the backward graph."""
 
     def __init__(
         self, capturer: "GraphCapturer", value: Tensor, grad_output: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]"
@@ -48,7 +47,7 @@ class CapturedPass:
         self._capturer, self._value, self._grad_output = capturer, value, grad_output
         self._forward, self._backward = graphs
         self.launched_s = self.replayed_s = 0.0
-        """Seconds per forward and backward pass: eager, replayed."""
+        """Seconds for one forward and backward pass, eager and replayed."""
 
     def __call__(self) -> Tensor:
         return _Replay.apply(self, *self._capturer.flat.buffers)
@@ -60,7 +59,7 @@ class CapturedPass:
         return self._value.clone()
 
     def replay_backward(self, grad_output: Tensor) -> list[Tensor]:
-        """Replay the backward graph and return the gradients of the latest loss for every flat buffer."""
+        """Replay the backward graph and return the gradient of the latest loss with respect to each flat buffer."""
         if self._capturer.replaying is not self:
             raise RuntimeError("another graph was replayed between the forward and the backward pass of this one")
         self._capturer.replaying = None
@@ -86,16 +85,16 @@ class GraphCapturer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the buffers still have the addresses that were captured."""
+        """Whether the buffers still have the same addresses as during capture."""
         pairs = zip(self._leaves, self.flat.buffers, strict=True)
         return all(leaf.data_ptr() == buffer.data_ptr() for leaf, buffer in pairs)
 
     def capture(self, compute: Callable[[], Tensor], *, must_be_faster: bool) -> CapturedPass:
         """Capture `compute` and its backward pass, after a few warm-up runs.
 
-        `compute` depends only on the flat adapter and on static inputs, and returns fp32. Raises CaptureError
-        if it synchronizes with the device, or if a replay computes different results or, with `must_be_faster`, is
-        not faster. CUDA and out-of-memory errors are not caught.
+        `compute` must depend only on the flat adapter and static inputs, and return fp32. Raises CaptureError if it
+        synchronizes with the device, or if a replay computes different results or, with `must_be_faster`, is not
+        faster. CUDA and out-of-memory errors are not caught.
         """
         random_state = torch.cuda.get_rng_state(self._device)
         self._free_cache()  # the passes below run on another stream, with its own memory
@@ -118,7 +117,7 @@ class GraphCapturer:
         return captured
 
     def check_free_memory(self) -> None:
-        """Raise CaptureError if less memory is free for an eager pass than the graphs hold."""
+        """Raise CaptureError if less memory is free for eager passes than the graphs reserve."""
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) - self._reserved
         if free < self._reserved:
@@ -126,7 +125,7 @@ class GraphCapturer:
             raise CaptureError(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are free for eager passes")
 
     def _free_cache(self) -> None:
-        """Empty the cache; before the first capture also free the workspaces, so that the pool gets its own."""
+        """Empty the cache; before the first capture also free the workspaces, so that new ones are in the pool."""
         torch.cuda.synchronize(self._device)
         if not self._has_workspaces:
             release_workspaces()
@@ -214,7 +213,7 @@ class GraphCapturer:
 
 
 def release_workspaces() -> None:
-    """Free cuBLAS's workspaces; the caller must first delete graphs that use workspaces outside of their pool."""
+    """Free cuBLAS's workspaces; the caller must first delete any graph that uses workspaces outside its pool."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
 

@@ -1,4 +1,4 @@
-"""Build DeepSpeed's configuration and engine; no other file uses DeepSpeed's keys."""
+"""Build DeepSpeed's configuration and engine; no other file uses the configuration's keys."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,8 +55,8 @@ def build_deepspeed_config(
 
     If the engine is `guarded`, `AdapterGuard` clips gradients and skips steps instead of DeepSpeed.
     """
-    # A single gradient arrives at the very end of the backward pass, where nothing is left to overlap with. DeepSpeed
-    # 0.19.8 also synchronizes with the device before every overlapped reduction.
+    # A single gradient is complete at the very end of the backward pass, with nothing left to overlap. DeepSpeed 0.19.8
+    # also synchronizes with the device before every overlapped reduction.
     overlaps = zero.overlap_comm and on_gpu and not one_gradient
     partition: dict[str, Any] = {
         "stage": zero.stage,
@@ -88,14 +88,14 @@ def build_deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
-        # On by default. It synchronizes with the device in every forward pass and step.
+        # Enabled by default; synchronizes with the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
     }
     if precision == "bf16":
         # Skip steps with a non-finite gradient, as with fp16, instead of destroying the weights.
         config["bf16"] = {"enabled": True, "check_grad_overflow": not clips}
     elif precision == "fp16":
-        # No hysteresis, which stage 0 does not support, so the scale falls at the first overflow, not at the second.
+        # Stage 0 does not support hysteresis, so reduce the loss scale at the first overflow, not at the second.
         dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
         config["fp16"] = {"enabled": True, **dynamic}
     return _merge_sections(config, zero.extra)
@@ -108,7 +108,7 @@ def can_guard_on_device(training: TrainingSection, zero: ZeroSection, precision:
 
 
 def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
-    """Raise UserError if DeepSpeed rejects a key of `zero.extra`, or the type of its value."""
+    """Raise UserError if DeepSpeed rejects a key or value in `zero.extra`."""
     if not zero.extra:
         return
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -124,14 +124,14 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
         raise UserError(
             f"zero.extra: DeepSpeed rejects {key}={first['input']}: {describe_problem(first)}; change it"
         ) from None
-    except Exception as error:  # any type: DeepSpeed's sections raise different ones
+    except Exception as error:  # any type, because DeepSpeed raises many types
         problem = f"DeepSpeed rejects it: {error}; change or remove it"
         raise UserError(f"zero.extra={to_text(zero.extra)}: {problem}") from None
 
 
 @contextmanager
 def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
-    """Announce partitioned parameters to transformers and PEFT, so that they gather what they read (stage 3)."""
+    """Make transformers and PEFT gather partitioned parameters before they read them, within the block (stage 3)."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     announcement = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
@@ -176,7 +176,7 @@ def _register_external_weights(model: torch.nn.Module) -> None:
 
 @replaces("the parameter fetch of stage 3, to time it")
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """Return a StragglerWatch that subtracts waits for ZeRO-3's gathers; None on a single rank. A collective call."""
+    """Return a StragglerWatch that excludes waits for ZeRO-3's all-gathers; None for one rank. A collective call."""
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)
@@ -189,9 +189,9 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
 
 
 def _time_fetches(engine: Engine, waiting: Waiting) -> None:
-    """Time the fetches of DeepSpeed's own stage 3, during which the compute stream only waits.
+    """Enter `waiting()` while DeepSpeed's own stage 3 fetches parameters, since the compute stream only waits then.
 
-    Gathers and the copies out of their buffers run on a separate stream (`fetch_sub_module` in DeepSpeed 0.19.8).
+    All-gathers and copies out of their buffers run on a separate stream (`fetch_sub_module` in DeepSpeed 0.19.8).
     """
     offload = require(engine.optimizer, "parameter_offload", "deepspeed")
     coordinator = require(offload, "get_param_coordinator", "deepspeed")()

@@ -1,11 +1,11 @@
 """Store all LoRA factors in one Parameter, so that the engine and the optimizer handle one tensor instead of hundreds.
 
 PEFT's Parameters keep their names and become views of this buffer, so saving, merging and loading are unaffected. In a
-forward pass with gradients each adapter module reads its weight through autograd's views of the buffer, so the gradient
-arrives as one concatenated tensor.
+forward pass with gradients each adapter module reads its weight through autograd's views of the buffer, so autograd
+computes one concatenated gradient.
 
-Layout: layers with the same pair of shapes are adjacent, all A [N, R, I], then all B [N, O, R] (legend: N layers,
-R rank, I in, O out), so a batched matmul over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
+Layout: layers with the same pair of shapes are adjacent, all A [N, R, I], then all B [N, O, R] (N layers, R rank,
+I inputs, O outputs), so a batched matmul over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ Watcher = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Member:
-    """Describes a LoRA factor: its name in the model, the module that reads it, and PEFT's Parameter."""
+    """A LoRA factor: its name in the model, the module that reads it, and PEFT's Parameter."""
 
     name: str
     module: nn.Module
@@ -37,7 +37,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Block:
-    """Describes adjacent factors of one shape; row n belongs to member n."""
+    """Adjacent factors with the same shape; row n belongs to member n."""
 
     members: tuple[Member, ...]
     buffer: int
@@ -62,15 +62,12 @@ class Block:
 
 
 class FlatAdapter:
-    """Holds the buffers, their blocks, and the views that the current forward pass reads."""
+    """The flat buffers, their blocks, and the views that the current forward pass reads."""
 
     def __init__(
         self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, choice: AdapterChoice | None = None
     ) -> None:
-        """Copy the factors; with `separate_up`, B has a second buffer for its own learning rate (LoRA+).
-
-        Each adapter of a `choice` has its own buffer.
-        """
+        """Copy the factors into one buffer, two for A and B (`separate_up`, LoRA+), or one per adapter (`choice`)."""
         self.blocks: list[Block] = []
         self.choice = choice
         names = list(choice.names) if choice else []
@@ -105,7 +102,7 @@ class FlatAdapter:
         return [member for block in self.blocks for member in block.members]
 
     def list_spans(self) -> dict[str, tuple[int, int, int]]:
-        """Return (buffer, start, elements) by factor name; of several adapters, only for the selected one."""
+        """Return (buffer, start, elements) by factor name; if an adapter is selected, only that adapter's factors."""
         return {
             name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
@@ -139,7 +136,7 @@ class FlatAdapter:
         return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._list_rows())
 
     def read_through_views(self, *_: Any) -> None:
-        """Create the views as part of the graph of a pass with gradients (a forward pre-hook)."""
+        """Create the views in the autograd graph before a pass with gradients (a forward pre-hook)."""
         self.stacks = {}
         for member in self.members:  # autograd rejects views that are older than an update of the buffer
             member.module.__dict__.pop("weight", None)
@@ -180,9 +177,9 @@ class FlatAdapter:
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
-        """Run other passes in the block, and then restore the current views, which a pending backward pass may read.
+        """Restore the current views after a block that runs other passes; a pending backward pass may read them.
 
-        Without current views (after a replayed graph), the block's last views stay, because its pass may need them.
+        Without current views (after a graph replay), the block's last views stay, because its pass may need them.
         """
         stacks, factors = self.stacks, self.choice.factors if self.choice else {}
         views = [member.module.__dict__.get("weight") for member in self.members]
@@ -198,7 +195,7 @@ class FlatAdapter:
 
     @contextmanager
     def read_from(self, sources: Sequence[Tensor]) -> Iterator[None]:
-        """Make forward passes in the block read these tensors instead of the buffers; drop the views afterwards."""
+        """Make forward passes in the block read `sources` instead of the buffers; drop the views afterwards."""
         self._sources = sources
         try:
             yield
@@ -209,7 +206,7 @@ class FlatAdapter:
 
     @contextmanager
     def build_stacks_only(self) -> Iterator[None]:
-        """Create only stacks, not views, within the block; no adapter module may read its weight there."""
+        """Create only stacks, not views, within the block, in which no adapter module may read its weight."""
         self._builds_views = False
         try:
             yield
@@ -234,7 +231,7 @@ class FlatAdapter:
 
 @replaces("the factors that PEFT reads in a forward pass")
 def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
-    """Move the LoRA factors of a PEFT model into flat buffers, registered with it; return None if it has no factors."""
+    """Move a PEFT model's trained LoRA factors into flat buffers, and register these; return None without factors."""
     from peft.tuners.lora import LoraLayer
 
     pairs: list[tuple[Member, Member]] = []

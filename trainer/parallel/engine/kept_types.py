@@ -14,7 +14,7 @@ from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
 
 
 def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return a pattern of the weights that `from_pretrained` loads in fp32 into a model of `dtype`, or None."""
+    """Return a pattern for the names of weights that `from_pretrained` keeps in fp32 in a `dtype` model, or None."""
     base = find_base_model(model)
     if not hasattr(base, "_keep_in_fp32_modules_strict"):
         return None  # not a transformers model

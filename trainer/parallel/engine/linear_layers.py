@@ -1,4 +1,4 @@
-"""Find the base model below PEFT's wrapper, its plain linear layers and its experts, and how weights are stored."""
+"""Find the base model in PEFT's wrapper, its plain linear layers and experts, and the storage format of weights."""
 
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ def find_base_model(model: Any) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass with a small test instance that does.
+    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass that does in a test on a small instance.
 
     Falcon's linear layers are such a subclass. MoE routers are subclasses too, but return additional values.
     """
@@ -24,7 +24,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def find_expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own parameters that hold one matrix per expert; they may be packed or partitioned."""
+    """Return a module's own parameters with one matrix per expert, by name; they may be packed or partitioned."""
     if "expert" not in type(module).__name__.lower():
         return {}
     return {name: w for name, w in module.named_parameters(recurse=False) if len(get_logical_shape(w)) == 3}
@@ -60,8 +60,8 @@ def get_logical_shape(parameter: nn.Parameter) -> torch.Size:
     return get_full_shape(parameter) if packed is None else torch.Size(packed.shape)
 
 
-# Errors of subclasses in transformers, PEFT, bitsandbytes and DeepSpeed that need other arguments, packed weights,
-# another device or kernels that are not installed. Anything else is a bug and is raised.
+# Errors from subclasses in transformers, PEFT, bitsandbytes and DeepSpeed that need other arguments, packed weights,
+# another device or kernels that are not installed. Any other error is a bug and is not caught.
 CONSTRUCTION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, ImportError)
 
 
@@ -70,7 +70,7 @@ def _computes_linear(kind: Any) -> bool:
     x = torch.linspace(-1.0, 1.0, 8, device="cpu").view(2, 4)
     try:
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            # Set the values here, because models may currently be created without weights.
+            # Set the values explicitly, because modules may currently be created without initial weights.
             small = kind(4, 3).to_empty(device="cpu")
             for parameter in small.parameters():
                 parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter))

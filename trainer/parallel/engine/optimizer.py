@@ -1,4 +1,4 @@
-"""Build the optimizer (trainer/config/optimizers.yaml, with LoRA+ groups) and its schedule (transformers')."""
+"""Build the optimizer (one of trainer/config/optimizers.yaml) and its learning rate schedule (from transformers)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import wait_for_device
 
 AVERAGES = "train_mode"
-"""Key in the parameter groups of schedulefree; False while the model has the averaged weights."""
+"""Key in schedulefree's parameter groups; False while the model has the averaged weights."""
 AVERAGE_STATE = ("k", "weight_sum", "lr_max")
-"""Keys of the parameter groups that schedulefree updates in every step."""
+"""Keys in the parameter groups that schedulefree updates in every step."""
 
 
 def build_optimizer(
@@ -32,8 +32,8 @@ def build_optimizer(
     """Build the optimizer; parameters with the same learning rate and weight decay form a group.
 
     LoRA+ (Hayou et al., 2024): the learning rate of B is `loraplus_lr_ratio` times the rate of A. Vectors (norms,
-    biases, DoRA magnitudes) have no weight decay. Each of several `adapters` has its own groups and settings.
-    Raises UserError for a vector if the optimizer trains only matrices.
+    biases, DoRA magnitudes) have no weight decay. If `adapters` is set, each adapter has its own groups and settings.
+    Raises UserError if the optimizer trains only matrices and a parameter is not a matrix.
     """
     kind = OPTIMIZERS[training.optimizer]
     ratio = lora.loraplus_lr_ratio or 1.0
@@ -99,13 +99,13 @@ def compute_rates(schedule: Any, total_steps: int) -> list[float]:
 
 
 def has_positive_rate(schedule: Any) -> bool:
-    """Return whether any step so far had a positive learning rate; the first step of a warm-up has none."""
+    """Return whether any step so far had a positive learning rate; the first warm-up step does not."""
     return sum(compute_rates(schedule, schedule.last_epoch)) > 0
 
 
 @contextmanager
 def use_averaged_weights(engine: Engine) -> Iterator[None]:
-    """Use the averaged weights in the model within the block, if the optimizer has any; a collective call.
+    """Use averaged weights in the model within the block, if the optimizer computes them; a collective call.
 
     The original weights are restored bit for bit.
     """

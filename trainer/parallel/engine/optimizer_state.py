@@ -25,14 +25,14 @@ from trainer.parallel.engine.protocol import Engine
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
-# bitsandbytes' names of the two 8-bit moments, their scales and codebooks; a scale covers 256 elements.
+# bitsandbytes' names for the two 8-bit moments, their scales and codebooks; a scale covers 256 elements.
 EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
 BLOCK = 256
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Locates `length` elements of a trained tensor, from `param_start`, stored at `holder_start` of a flat tensor."""
+    """Maps `length` elements of a trained tensor, from `param_start`, to the flat `holder`, from `holder_start`."""
 
     name: str
     holder: torch.Tensor
@@ -43,14 +43,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class StatePieces:
-    """Holds one rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
+    """One rank's state: flat tensors "master/0", "exp_avg/0", ... by partition number.
 
-    A moment of another size than its master weights belongs to one unsharded tensor.
+    A moment that differs in size from its master weights belongs to one unsharded tensor.
     """
 
     tensors: Mapping[str, torch.Tensor]
     shards: list[list[Any]]
-    """[name, partition, start in the partition, start in the tensor, elements] of each shard."""
+    """[name, partition, start in the partition, start in the tensor, elements] for each shard."""
     shapes: dict[str, list[int]]
     """Shapes of the trained tensors that have a shard on this rank."""
 
@@ -81,7 +81,7 @@ def assemble_state(parts: Iterable[StatePieces]) -> dict[str, torch.Tensor]:
 
 
 class EngineState:
-    """Reads and restores master weights and optimizer moments by parameter name. Every rank must make each call."""
+    """Reads and restores master weights and optimizer moments by parameter name. All calls are collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -96,7 +96,7 @@ class EngineState:
     def collect_pieces(self) -> StatePieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
 
-        At stage 0, where all ranks hold the same state, only rank 0 returns it.
+        At stage 0 all ranks have the same state, and only rank 0 returns it.
         """
         if not self._engine.zero_optimization_stage() and self._engine.global_rank:
             return None
@@ -129,7 +129,7 @@ class EngineState:
         return f"it has {more} more trained tensors than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
-        """Restore the result of `assemble_state` after `steps` optimizer steps, also in the model's weights.
+        """Restore `state` (from `assemble_state`, after `steps` optimizer steps) in the optimizer and the model.
 
         Returns False if 8-bit moments had to be quantized again.
         """
@@ -140,7 +140,7 @@ class EngineState:
             target = dense[id(shard.holder)]
             for quantity in target if steps else ("master",):
                 saved = state[f"{quantity}/{shard.name}"].reshape(-1)
-                if len(target[quantity]) != len(target["master"]):  # of one unsharded tensor
+                if len(target[quantity]) != len(target["master"]):  # a moment of one unsharded tensor
                     target[quantity].copy_(saved)
                     continue
                 piece = saved.narrow(0, shard.param_start, shard.length)
@@ -162,7 +162,7 @@ class EngineState:
         return exact
 
     def collect_raw(self) -> dict[str, torch.Tensor]:
-        """Return this rank's 8-bit moments (none if they are fp32), which only match the same partitioning."""
+        """Return this rank's 8-bit moments, valid only for the same partitioning; empty if the moments are fp32."""
         moments = {
             f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
@@ -186,7 +186,7 @@ class EngineState:
         return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._list_positions()).encode()) >> 1)  # fits an int64
 
     def read_averages(self) -> list[dict[str, float]]:
-        """Return the state of Schedule-Free's average for each group; an empty list for other optimizers."""
+        """Return Schedule-Free's averaging state for each parameter group; an empty list for other optimizers."""
         groups = [group for group in self._optimizer.param_groups if AVERAGES in group]
         return [{name: group[name] for name in AVERAGE_STATE} for group in groups]
 
@@ -195,14 +195,14 @@ class EngineState:
             group.update(counted)
 
     def count_steps_taken(self) -> int:
-        """Return the number of steps counted in the moments' state; 1 if the optimizer does not count them."""
+        """Return the optimizer's step count; 1 if it has moments but does not count steps, 0 without moments."""
         counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
         entries = [entry for holder in self._holders if (entry := self._optimizer.state.get(holder))]
         steps = [entry.get("step", counted) for entry in entries]
         return max((int(float(step)) for step in steps), default=0)
 
     def _read_dense(self, holder: torch.Tensor) -> Dense:
-        """Return a holder's weights and moments as flat fp32 views. 8-bit moments are dequantized copies."""
+        """Return a holder's weights and moments as flat views; 8-bit moments are dequantized copies."""
         entry = self._optimizer.state.get(holder, {})
         dense = {"master": holder.detach().reshape(-1)}
         for quantity, (values, scales, codes) in self._eight_bit.items():
@@ -224,7 +224,7 @@ class EngineState:
             for holder in self._list_group_holders(group_index, group):
                 if self._kind.library == "bitsandbytes":
                     init_state = require(self._optimizer, "init_state", "bitsandbytes")
-                    members, group["params"] = group["params"], [holder]  # init_state looks its parameter up here
+                    members, group["params"] = group["params"], [holder]  # init_state looks up its parameter here
                     init_state(group, holder, group_index, 0)
                     group["params"] = members
                     self._optimizer.state[holder]["step"] = steps
@@ -305,7 +305,7 @@ def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
 
 
 def _find_stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Return stage 0's fp32 copies by the id of their 16-bit parameter; in fp32 a parameter is its own master."""
+    """Return stage 0's fp32 master weights by the id of their 16-bit parameter; empty in fp32 training."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return {}
     pairs = zip(

@@ -52,7 +52,7 @@ def keep_own_values(parameter: Tensor) -> None:
 
 
 def require_own_values_kept() -> None:
-    """Raise UserError if this DeepSpeed broadcasts weights marked by `keep_own_values`."""
+    """Raise UserError if the installed DeepSpeed broadcasts weights marked by `keep_own_values`."""
     from deepspeed import DeepSpeedEngine
 
     broadcast = require(DeepSpeedEngine, "_broadcast_model", "deepspeed")

@@ -11,7 +11,7 @@ class Engine(Protocol):
     """Model passed to `start_engine`."""
     device: torch.device
     optimizer: Any
-    """DeepSpeed's wrapper of `basic_optimizer`, by stage and precision; at stage 0 in fp32 `basic_optimizer` itself."""
+    """DeepSpeed's wrapper around `basic_optimizer`; at stage 0 in fp32, `basic_optimizer` itself."""
     basic_optimizer: torch.optim.Optimizer
     """Optimizer passed to `start_engine`."""
     global_rank: int
@@ -20,13 +20,13 @@ class Engine(Protocol):
     skipped_steps: int
     """Steps that DeepSpeed skipped because of a non-finite gradient."""
     backward: Callable[..., Any]
-    """Backward pass of a loss divided by the accumulation steps; the last micro-step reduces the gradients."""
+    """Backward pass: divides the loss by the accumulation steps, and reduces gradients in the last micro-step."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass."""
 
     def step(self) -> Any:
-        """Run an optimizer step in the last micro-step; do nothing in the others."""
+        """Run an optimizer step in the last micro-step; do nothing in other micro-steps."""
 
     def train(self, mode: bool = True) -> Any: ...
     def eval(self) -> Any: ...
@@ -36,5 +36,5 @@ class Engine(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
     def get_global_grad_norm(self) -> Any:
-        """Return the last step's norm over all ranks before clipping, a number or a tensor; None before any step."""
+        """Return the last step's global gradient norm before clipping, as a number or tensor; None before any step."""
         ...

@@ -1,7 +1,7 @@
 """Check that all ranks run the same code, configuration and versions before they form the process group.
 
-Rank 0 collects a report from each rank in the key-value store of the later process group, and sends the result to all.
-A collective would not work, because a rank that sees no GPU would form a gloo group while the others wait in NCCL.
+Rank 0 collects the ranks' reports through the key-value store that the process group will use, and sends the result to
+all ranks. A collective would not work: a rank without a GPU would form a gloo group while the other ranks wait in NCCL.
 """
 
 import hashlib
@@ -60,18 +60,18 @@ Decision = TypeVar("Decision")
 @dataclass(frozen=True)
 class World:
     summary: str
-    """Number of ranks, hosts, devices and versions, in one line."""
+    """One-line summary of ranks, hosts, devices and versions."""
     store: Any
     """Store for forming the process group; rank 0 serves it, so keep a reference until the group exists."""
     hosts: int = 1
 
 
 def check_ranks_agree(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, token: str = "") -> World:
-    """Compare all ranks; every rank must call it before the process group is formed.
+    """Check that all ranks agree; every rank must call this before the process group is formed.
 
-    `settings` is the configuration as JSON. `token` identifies rank 0's lock in `run_dir`, which every rank must
-    see. Raises UserError on every rank with the hosts that differ, and TimeoutError if a rank does not arrive within
-    `timeout_minutes`.
+    `settings` is the configuration as JSON. `token` identifies rank 0's lock in `run_dir`, which every rank must see.
+    Raises UserError on every rank, naming the hosts that differ; TimeoutError on rank 0 if a rank does not arrive
+    within `timeout_minutes`.
     """
     report = build_report(ranks, settings)
     if ranks.world_size == 1:
@@ -102,8 +102,8 @@ def _compare_reports(ranks: Ranks, report: RankReport, run_dir: Path, patience: 
 def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
     """Return the result of `decide` on rank 0, and None on the other ranks.
 
-    Every rank must call it before the process group is formed. A UserError of rank 0 is raised on all ranks after all
-    of them have received it.
+    Every rank must call this before the process group is formed. A UserError from `decide` is raised on all ranks,
+    after all have received it.
     """
     if ranks.world_size == 1:
         return decide()
@@ -154,7 +154,7 @@ def find_differences(reports: Sequence[RankReport]) -> list[tuple[str, str]]:
     names = dict.fromkeys(name for report in reports for name in report.values)
     for name in ("device", *names):
         hosts: dict[str, list[str]] = defaultdict(list)
-        # One rank per host: a file saved while a host's ranks read it would make them differ.
+        # Compare one rank per host: if a file is saved while the ranks of a host read it, their digests differ.
         first_of_host = {report.host: report for report in reversed(reports)}
         compared = [report for report in reports if name != "code" or first_of_host[report.host] is report]
         for report in compared:
@@ -169,7 +169,7 @@ def find_differences(reports: Sequence[RankReport]) -> list[tuple[str, str]]:
 
 
 def check_shared_folder(reports: Sequence[RankReport], output_dir: str) -> list[str]:
-    """Return an error message in a list if hosts do not share rank 0's output folder; an empty list if they do."""
+    """Return a list with an error message if hosts do not share rank 0's output folder; an empty list if they do."""
     hosts = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not hosts:
         return []
@@ -223,7 +223,7 @@ def _exchange(store: Any, ranks: Ranks, report: RankReport, patience: timedelta,
 
 
 def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
-    """Return rank 0's text on every rank; waits until all have read it, because the store closes when rank 0 exits."""
+    """Return rank 0's text on every rank, once all ranks have it, because the store closes when rank 0 exits."""
     if ranks.is_main:
         store.set("answer", text)
     else:
@@ -235,6 +235,6 @@ def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
 
 
 def _join_names(names: Iterable[str]) -> str:
-    """Join names with commas; of more than eight names, only the first four and the last."""
+    """Join names with commas; if there are more than eight, only the first four and the last."""
     listed = list(names)
     return ", ".join(listed) if len(listed) <= 8 else f"{', '.join(listed[:4])}, ... {listed[-1]} ({len(listed)})"

@@ -38,7 +38,7 @@ Within = Literal["auto", "host", "all"] | int
 
 @dataclass(frozen=True)
 class Ranks:
-    """Holds this process's rank among `world_size` processes, and its `local_rank` on its host."""
+    """The process's rank among `world_size` processes, and its `local_rank` on its host."""
 
     rank: int
     world_size: int
@@ -75,7 +75,7 @@ class Ranks:
 def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
     """Join the process group of all ranks: NCCL on GPUs, gloo on CPUs.
 
-    Raises UserError if MPI started the ranks and mpi4py, through which they find each other, is not installed.
+    Raises UserError if the port is taken, this rank has no GPU, or MPI started the ranks and mpi4py is missing.
     """
     if dist.is_initialized():
         return
@@ -98,7 +98,7 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         with skip_shm_build():
             deepspeed.init_distributed(
                 dist_backend="nccl" if device.type == "cuda" else "gloo",
-                auto_mpi_discovery=False,  # done above: the ranks meet before they form a group
+                auto_mpi_discovery=False,  # already done by set_rendezvous_variables
                 timeout=datetime.timedelta(minutes=timeout_minutes),
                 verbose=False,
             )
@@ -108,17 +108,17 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
 
 @replaces("DeepSpeed's shared-memory all-reduce for CPU ranks")
 def skip_shm_build() -> AbstractContextManager[None]:
-    """Skip the build of DeepSpeed's shared-memory all-reduce on CPUs, which only tensor parallelism calls.
+    """Skip the build of DeepSpeed's shared-memory all-reduce for CPUs, which only tensor parallelism uses.
 
-    Compiling it takes 40 s on two cores, at the first start and after a build by another environment with the same
-    Python. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
+    Compiling it takes 40 s on two cores, on the first run and again after another environment with the same Python has
+    built it. Ranks on the same host would also leave 66 MiB each in /dev/shm (DeepSpeed 0.19.8, shm.cpp).
     """
-    backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute, deepspeed.comm.torch is torch itself
     return patch_attribute(backend, "build_shm_op", lambda: None, "deepspeed")
 
 
 def explain_taken_port(error: dist.DistNetworkError) -> Exception:
-    """Return a UserError about --master-port if the port is taken (only rank 0 sees this), otherwise `error`."""
+    """Return a UserError about --master-port if the port is taken (only on rank 0), otherwise `error`."""
     if "EADDRINUSE" not in str(error):
         return error
     return UserError(format_port_error(int(os.environ["MASTER_PORT"]), "Address already in use", get_host_name()))
@@ -126,7 +126,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
 
 @replaces("the timeouts of DeepSpeed's process groups")
 def extend_timeouts(minutes: float) -> None:
-    """Set the timeout of every process group. DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
+    """Set the timeout of all process groups; DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
     if dist.is_initialized():
         set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
         for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
@@ -152,7 +152,7 @@ def set_rendezvous_variables(ranks: Ranks) -> None:
 
 
 def _discover_through_mpi(ranks: Ranks) -> None:
-    """Make DeepSpeed share rank 0's address and a free port on rank 0's host with all ranks."""
+    """Make DeepSpeed send the address of rank 0's host, and a free port on it, to all ranks."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -169,7 +169,7 @@ def _discover_through_mpi(ranks: Ranks) -> None:
 def leave_process_group(*, together: bool = False) -> None:
     """Destroy the process group. Ranks that skip this sometimes abort at exit.
 
-    `together` waits for all ranks first: mpirun kills the others as soon as one has a nonzero exit code.
+    With `together`, first waits for all ranks: mpirun kills all others as soon as one rank exits with a nonzero code.
     """
     if dist.is_initialized():
         if together:
@@ -178,7 +178,7 @@ def leave_process_group(*, together: bool = False) -> None:
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """Exit like Python, but without running library destructors, in which gloo threads sometimes abort.
+    """Exit as Python does, but without running library destructors, during which gloo threads sometimes abort.
 
     Under MPI the destructors run, because MPI must be finalized.
     """
@@ -209,7 +209,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """Return rank 0's result of `compute` on every rank, or raise its UserError on all; a collective call."""
+    """Run `compute` on rank 0, and return its result or raise its UserError on every rank; a collective call."""
     answer: T | UserError | None = None
     if ranks.is_main:
         try:
@@ -223,7 +223,7 @@ def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
 
 
 def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
-    """Return the batches of this rank. Some ranks repeat the first batch, so that all have the same number."""
+    """Return this rank's batches. Some ranks also repeat the first batch, so that all ranks have the same number."""
     rank_batches = batches[ranks.rank :: ranks.world_size]
     return [*rank_batches, batches[0]] if len(rank_batches) * ranks.world_size < len(batches) else rank_batches
 
@@ -240,10 +240,10 @@ def set_seed(seed: int) -> None:
 
 
 def list_shard_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each group that holds a copy of the frozen base model (zero.shard_within).
+    """Return the ranks of each group that shards one copy of the frozen base model (zero.shard_within).
 
-    `hosts` is the host of each rank, and `auto` means one group of all ranks. Raises UserError if the ranks cannot be
-    divided into groups of `within`.
+    `hosts` lists each rank's host; `auto` means one group of all ranks. Raises UserError if the ranks cannot be divided
+    into groups of `within`.
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -262,7 +262,7 @@ def list_shard_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
 
 
 def create_shard_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
-    """Create the process groups and return this rank's group, or None if there is only one; a collective call."""
+    """Create the shard groups and return this rank's group; None if there is only one group. A collective call."""
     groups = list_shard_groups(within, hosts)
     if len(groups) == 1:
         return None

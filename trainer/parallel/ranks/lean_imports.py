@@ -2,10 +2,10 @@
 
 Calling torch.compile imports Inductor, which takes longer than importing torch. When imported, bitsandbytes (0.50.2),
 which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) three functions of
-its Muon optimizer. These functions are compiled at their first call instead.
+its Muon optimizer. These functions are compiled on their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
-thereby Inductor, to check whether a weight is torchao's. Such weights exist only after an import of torchao. If SciPy
+thereby Inductor, to check for torchao's weights. Such weights cannot exist before torchao has been imported. If SciPy
 is installed, transformers imports it for object detection losses, which no run uses.
 """
 
@@ -32,7 +32,7 @@ AVAILABILITY_CHECKS = {
     "diffusers.quantizers.torchao.torchao_quantizer": ("diffusers.utils", "torchao"),
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
-"""Module -> module from which it imports `is_..._available`, and the package that this function checks."""
+"""Module -> (module from which it imports `is_PACKAGE_available`, PACKAGE)."""
 NEEDED_BY_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
@@ -40,11 +40,11 @@ NEEDED_BY_EVERY_RUN = (
     "deepspeed",
     "peft",
 )
-"""Modules that import most of what would be imported later: torch's DTensor, the front end of its compiler, SymPy."""
+"""Modules that import most other modules of a run, such as torch's DTensor, its compiler's front end, and SymPy."""
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules through the other finders, and replaces functions while a module is executed."""
+    """Finds modules through the other finders, and patches functions while such a module is executed."""
 
     def __init__(self) -> None:
         self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS) if name not in sys.modules}
@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder):
         self._wanted.remove(fullname)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader  # not shared with other modules
+            loader: Any = spec.loader  # an instance for this module only
             loader.exec_module = partial(_execute, loader.exec_module)
         return spec
 
@@ -92,7 +92,7 @@ def hook_imports() -> None:
 def import_common_modules() -> None:
     """Import `NEEDED_BY_EVERY_RUN`, freeze all objects, and then enable the garbage collector.
 
-    The imports create half a million permanent objects; scanning them repeatedly takes a fifth of the import time.
+    The imports create half a million permanent objects; scanning them repeatedly would take a fifth of the import time.
     """
     for name in NEEDED_BY_EVERY_RUN:
         importlib.import_module(name)

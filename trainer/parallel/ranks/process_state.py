@@ -17,7 +17,7 @@ from trainer.contract.heartbeat import BUILD_LOCK
 from trainer.contract.home import CHECKOUT
 
 GIB = 2**30
-# Above the cost of waking up waiting threads, and the bytes that the watchdog itself reads and writes between checks.
+# Thresholds above the CPU time of waking threads, and the bytes that the watchdog reads and writes between checks.
 MIN_CPU_FRACTION, MIN_CPU_S = 0.02, 2e-3
 MIN_BYTES = 256 * 1024
 MIN_PAGE_FAULTS = 64
@@ -38,7 +38,7 @@ def find_collective(frame: FrameType | None) -> str | None:
 
 
 def find_location(frame: FrameType | None) -> str | None:
-    """Return zerolora's innermost frame in a stack, as "trainer/step.py:134 train_step", or the build lock."""
+    """Return zerolora's innermost frame in a stack, such as "trainer/step.py:134 train_step", or BUILD_LOCK."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.endswith("torch/utils/file_baton.py"):
@@ -52,8 +52,8 @@ def find_location(frame: FrameType | None) -> str | None:
 def read_recorded_collectives() -> tuple[str | None, int | None]:
     """Return the oldest unfinished collective and the number of collectives begun, from torch's flight recorder.
 
-    Stacks do not show which collective runs: NCCL's run on the GPU long after their calls have returned. Returns
-    (None, None) if nothing was recorded (TORCH_FR_BUFFER_SIZE=0, or no process group yet).
+    A stack does not show which collective is running: with NCCL, the call returns long before the GPU has finished.
+    Returns (None, None) if nothing was recorded (TORCH_FR_BUFFER_SIZE=0, or no process group yet).
     """
     distributed = sys.modules.get("torch._C._distributed_c10d")
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -61,7 +61,7 @@ def read_recorded_collectives() -> tuple[str | None, int | None]:
         if dump is None:
             continue
         trace: dict[str, Any] = json.loads(dump(True, True))  # include collectives, only active ones
-        # Over all groups: DeepSpeed reduces and gathers in its own group.
+        # Sum over all groups, because DeepSpeed reduces and gathers in its own group.
         begun = [int(status["last_enqueued_collective"]) for status in trace.get("pg_status", {}).values()]
         if any(count >= 0 for count in begun):
             active = [entry for entry in trace.get("entries", []) if not entry.get("retired")]
@@ -73,8 +73,8 @@ def read_recorded_collectives() -> tuple[str | None, int | None]:
 class WorkDetector:
     """Detects whether this process and its children have computed, read or written since the last check.
 
-    This shows the progress of long work within a library (tokenizing, reading weights, writing a checkpoint). A process
-    that waits for a lock, a network or a dead file server shows none.
+    Such activity shows progress within long library calls (tokenizing, reading weights, writing a checkpoint). A
+    process that waits for a lock, a network or a dead file server shows none.
     """
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class WorkDetector:
         now, counters = time.monotonic(), self._read_counters()
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
         elapsed, self._checked_at, self._before = now - self._checked_at, now, counters
-        # The counts of an exited child are lost, so a sum can fall, which is progress too.
+        # When a child exits, its counts are lost and a sum can fall, which counts as progress too.
         computed = abs(cpu) > MIN_CPU_S + MIN_CPU_FRACTION * elapsed
         return computed or abs(moved_bytes) > MIN_BYTES or abs(faults) > MIN_PAGE_FAULTS
 
     def _read_counters(self) -> tuple[float, float, float]:
         usage, watching = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)
-        # The CPU time of the watching thread itself is not work.
+        # Exclude the CPU time of the calling thread, which is the watchdog's.
         cpu = usage.ru_utime + usage.ru_stime - watching.ru_utime - watching.ru_stime
         moved_bytes, faults = 0.0, usage.ru_minflt + usage.ru_majflt - watching.ru_minflt - watching.ru_majflt
         for process in (self._process, *self._process.children(recursive=True)):
-            with suppress(psutil.Error, OSError):  # ended meanwhile, or not readable
+            with suppress(psutil.Error, OSError):  # the process has exited or cannot be read
                 if process.pid != self._process.pid:
                     times = process.cpu_times()
                     cpu += times.user + times.system
@@ -106,7 +106,7 @@ class WorkDetector:
 
 
 def read_free_host_memory() -> float:
-    """Return the GiB of host memory that this process may still use: free on the machine, or in its cgroup if less."""
+    """Return how many GiB of host memory are free for this process, on the machine or, if less, in its cgroup."""
     free = [float(psutil.virtual_memory().available)]
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -123,7 +123,7 @@ def read_free_host_memory() -> float:
 
 
 def read_free_shared_memory() -> float:
-    """Return the GiB free in /dev/shm, which NCCL and data loaders use; infinite if it is missing."""
+    """Return how many GiB are free in /dev/shm, which NCCL and data loaders use; infinity if it does not exist."""
     try:
         stats = os.statvfs("/dev/shm")
     except OSError:

@@ -1,4 +1,4 @@
-"""Record the step and phase of this process for the watchdog; a record takes one or two microseconds."""
+"""Record the step and phase of this process for the watchdog, in one or two microseconds."""
 
 import os
 import time
@@ -7,30 +7,30 @@ from contextlib import contextmanager
 
 from trainer.contract.launcher_process import VARIABLE, ProcessMark, read_stat
 
-# Phases with a duration that depends on data, disk and network. In others a rank without progress waits for another.
+# Phases with a duration that depends on data, disk and network. In other phases, a rank stops only to wait for another.
 LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", "save", "generate", "report"))
-# A phase within "join", in which the ranks wait for each other in a store, which constantly takes a little CPU time.
+# Phase within "join" in which the ranks wait for each other at a store, which constantly takes a little CPU time.
 WAITING_PHASE = "meet"
 
-# The device still computes after these phases have ended on the host, so their time counts as step time.
+# The device continues to compute after these phases have ended on the host, so their time counts as step time.
 STEP_PHASES = frozenset(("data", "backward", "optimizer step", "reduce"))
 
 
 class Progress:
     def __init__(self) -> None:
         self.step = 0
-        """Optimizer step, counted from 1; 0 before the first."""
+        """Optimizer step, counted from 1; 0 before the first step."""
         self.first_step = 0
         self.phases: tuple[str, ...] = ()
-        """From the outermost phase to the innermost."""
+        """Current phases, outermost first."""
         self.changed_at = time.monotonic()
         self.seconds: dict[str, float] = {}
-        """Time spent in each outermost phase so far, without the steps themselves."""
+        """Seconds spent in each completed outermost phase, except STEP_PHASES."""
         self.first_phase_at: float | None = None
         self.write_step: Callable[[int, int], None] | None = None
-        """Immediately writes the step and the first step; set by the watchdog."""
+        """Callback that immediately writes the step and the first step; set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
-        """Records an event on the device when a phase of STEP_PHASES begins; set by the watchdog."""
+        """Callback that records an event on the device when one of STEP_PHASES begins; set by the watchdog."""
         self._first_step_at: float | None = None
         self._start_has_ended = False
 
@@ -48,7 +48,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the block as phase `name`; has no effect directly inside the same phase."""
+        """Record the block as phase `name`. Has no effect directly inside a phase of the same name."""
         outer = self.phases
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
@@ -67,7 +67,7 @@ class Progress:
         self.changed_at = time.monotonic()
 
     def finish_startup(self) -> dict[str, float] | None:
-        """Return the seconds of each part from the command to the end of the first step; None after the first call.
+        """Return the seconds per part of the startup, through the first step; None after the first call.
 
         The parts are the launcher, the imports, the outermost phases, the first step, and the rest.
         """
@@ -84,7 +84,7 @@ class Progress:
         return parts
 
     def time_by_phase(self) -> dict[str, float]:
-        """Return this process's seconds by phase, with `start` before the first phase and `steps` for the rest."""
+        """Return the seconds per phase, with `start` for the time before the first phase and `steps` for the rest."""
         now = time.monotonic()
         open_for = now - self.changed_at if self.phases else 0.0
         rest = max(0.0, now - (self.first_phase_at or now) - open_for - sum(self.seconds.values()))
@@ -102,6 +102,6 @@ def _read_start(pid: int) -> float:
     return now if fields is None else int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-# One per process, as there is one main thread.
+# One instance per process, because only the main thread has phases.
 PROGRESS = Progress()
 phase = PROGRESS.phase

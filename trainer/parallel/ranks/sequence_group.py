@@ -1,10 +1,10 @@
 """Share sequences among the ranks of a group, which exchange tokens for attention heads (Ulysses).
 
 Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives the rank all
-tokens of some heads, and another one after attention gives it all heads of its tokens. The backward pass of an exchange
-is the inverse exchange, so the gradients of the weights are summed over the ranks as for different samples.
+tokens for some heads, and another one after attention gives it all heads for its tokens. The backward pass of an
+exchange is the inverse exchange, so weight gradients are summed over the ranks, as if the ranks had different samples.
 
-Shapes: B rows, H heads, L tokens of the full sequence, D head size, N ranks of the group.
+Shapes: B rows, H heads, L tokens in the full sequence, D head size, N ranks in the group.
 """
 
 import math
@@ -34,9 +34,9 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
-    """Return this rank's part of its sequences, or None if ranks compute full sequences; a collective call.
+    """Form the groups and return this rank's part of its sequences; None if `size` is 1. A collective call.
 
-    Consecutive ranks share a sequence, since they are usually on one host.
+    Consecutive ranks share a sequence, since they are usually on the same host.
     """
     if size == 1:
         return None
@@ -45,7 +45,7 @@ def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
 
 
 def exchange_for_heads(tensors: Sequence[Tensor], part: SequencePart) -> list[Tensor]:
-    """Exchange queries, keys or values [B, H, L/N, D] of this rank's tokens for [B, H/N, L, D] of its heads.
+    """Exchange queries, keys or values of this rank's tokens [B, H, L/N, D] for those of its heads [B, H/N, L, D].
 
     Heads are repeated if their number is not a multiple of N, which happens only for keys and values.
     """
@@ -71,7 +71,7 @@ def sum_over_parts(values: Tensor, part: SequencePart) -> Tensor:
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Sums a tensor over a group. The backward pass sums the ranks' parts of its gradient."""
+    """Sums a tensor over a group; the backward pass sums the gradients over the group."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

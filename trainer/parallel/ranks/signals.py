@@ -7,7 +7,7 @@ from types import FrameType
 
 from trainer.contract.exit_codes import exit_code_after
 
-# The last one wins if ranks received different signals: schedulers send SIGTERM some time after SIGUSR1.
+# If ranks received different signals, the last in this list wins: schedulers send SIGTERM some time after SIGUSR1.
 URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -24,7 +24,7 @@ class StopRequest:
         self.training = False
         self.saved = False
         self.write_exit_code: Callable[[int], None] = lambda exit_code: None
-        """Called with the exit code before the process exits immediately."""
+        """Callback that receives the exit code before the process exits immediately."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
@@ -33,14 +33,15 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 75 after SIGUSR1, otherwise 128 + signal, as a shell reports it."""
+        """Exit code: 75 after SIGUSR1, otherwise 128 + the signal's number, as in a shell."""
         return exit_code_after(self.signal_number)
 
     def agree_on_signal(self) -> None:
-        """Agree on the most urgent signal of all ranks; every rank must call it after the loop and its last checkpoint.
+        """Agree on the most urgent signal of any rank; a collective call after the training loop and last checkpoint.
 
-        A signal reaches the ranks at different moments, or only one of them. Otherwise some would exit while others
-        wait for them in the last evaluation. If no rank received a signal, a later one terminates its rank immediately.
+        A signal may reach only one rank, or the ranks at different times. Without agreement some ranks would exit while
+        others wait for them in the last evaluation. If no rank received a signal, a later signal terminates the rank
+        that receives it immediately.
         """
         import torch
         import torch.distributed as dist

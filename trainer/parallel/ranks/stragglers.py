@@ -1,7 +1,7 @@
 """Report a rank that is repeatedly slower than the others, which wait for it in every collective.
 
-A rank's own work is timed where the rank does not wait for others: its forward passes, on the GPU's clock, and the
-loading of its data. Under ZeRO-3 the time in which forward passes wait for all-gathers is subtracted
+A rank's own work is the work that does not wait for other ranks: forward passes, timed by the GPU's clock, and data
+loading. Under ZeRO-3 the time that forward passes wait for all-gathers is subtracted
 (trainer/parallel/engine/deepspeed_engine.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
 REPEATS comparisons in a row is reported.
 """
@@ -19,7 +19,7 @@ from trainer.parallel.ranks.group import Ranks, gather_objects
 
 WINDOW = 50
 REPEATS = 3
-# GPUs of one model differ by a few percent, and so do batches of documents.
+# GPUs of the same model differ by a few percent, and so do batches of documents.
 FACTOR = 1.15
 LEAST_S = 1e-3
 
@@ -30,7 +30,7 @@ class StragglerWatch:
     """Measures this rank's own work in a window of steps, and compares the ranks."""
 
     def __init__(self, ranks: Ranks, device: torch.device, say: Callable[[str], None]) -> None:
-        """Exchange the host names of the ranks. Every rank must create one; only rank 0's `say` is called."""
+        """Exchange the ranks' host names; a collective call. Only rank 0's `say` is called."""
         self._ranks, self._device, self._say = ranks, device, say
         self._spans: list[_Span] = []
         self._seconds = 0.0
@@ -78,7 +78,7 @@ class StragglerWatch:
             self.judge(step, own.tolist())
 
     def judge(self, step: int, seconds: list[float]) -> None:
-        """Report slow ranks; `seconds` is each rank's mean own time per step in the window that ends with `step`."""
+        """Report slow ranks; `seconds` lists the ranks' mean own time per step in the window that ends with `step`."""
         for rank, own in enumerate(seconds):
             others = median(seconds[:rank] + seconds[rank + 1 :])
             is_slow = own > FACTOR * others and own - others > LEAST_S

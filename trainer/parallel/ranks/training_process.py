@@ -1,4 +1,4 @@
-"""Set up a training process before torch is imported: its allocator, its signals, its parent."""
+"""Set up a training process before torch is imported: allocator, signal handlers, parent watch and import hook."""
 
 import logging
 import os
@@ -14,16 +14,16 @@ from trainer.contract.standard_streams import open_closed_descriptors
 from trainer.parallel.ranks.lean_imports import hook_imports
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch's new and old name for the variable; a value set by the user is kept."""
+"""New and old names of torch's allocator settings; a value set by the user is kept."""
 
-# Torch reads this when it is imported. Expandable segments leave no gaps between activations that are too small for
+# Torch reads this when it is imported. Expandable segments avoid gaps between activations that would be too small for
 # the largest tensor of the next step.
 if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _exit_immediately(number: int, frame: FrameType | None) -> None:
-    # There is nothing to save yet, and an exception in the middle of an import would look like a bug in that module.
+    # There is nothing to save yet, and an exception during an import would look like a bug in the imported module.
     os._exit(exit_code_after(number))
 
 
@@ -33,7 +33,7 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 def begin() -> None:
     """Make the process exit immediately when its parent exits and, until `StopRequest` handles signals, on a signal.
 
-    Later imports are lean (lean_imports.py) and never from the working directory.
+    Later imports are lean (lean_imports.py), and the working directory is not on the import path.
     """
     open_closed_descriptors()
     if not sys.flags.safe_path and str(CHECKOUT) in sys.path[1:]:
@@ -44,6 +44,6 @@ def begin() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by a launcher until here
     LAUNCHER_WATCH.start()
     redirect_bytecode()
-    # bitsandbytes, imported on a CPU with bf16 instructions, recommends a package that nothing here uses.
+    # On a CPU with bf16 instructions, bitsandbytes recommends a package that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     hook_imports()

@@ -1,11 +1,11 @@
-"""Terminate a run that hangs, and report the ranks that the others wait for: host, step and phase.
+"""Terminate a hung run, and report the host, step and phase of the ranks that block the others.
 
 Every rank has a thread that writes a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
-thread enters or leaves a phase, or works in a long one (tokenizing, loading, saving) without waiting for other ranks.
-While one rank makes progress, the run does not hang. If no rank makes progress for `training.hang_timeout`, the ranks
-without new heartbeats are behind. If all heartbeats continue, the ranks at the lowest step are behind or, if all are
-at one step, those that began the fewest collectives. Among these, ranks with a lagging GPU come first, then ranks
-that are not waiting. All ranks then write their Python stacks to their logs and exit with code 1.
+thread enters or leaves a phase, or works in a long phase (tokenizing, loading, saving) without waiting for other ranks.
+A run is not hung while any rank makes progress. If no rank makes progress for `training.hang_timeout`, the ranks
+without new heartbeats are behind. If all heartbeats continue, the ranks at the lowest step are behind or, if all ranks
+are at the same step, the ranks that began the fewest collectives. Among these, ranks with a lagging GPU come first,
+then ranks that are not waiting. All ranks then write their Python stacks to their logs and exit with code 1.
 """
 
 import faulthandler
@@ -40,11 +40,11 @@ from trainer.parallel.ranks.process_state import (
 )
 from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 
-# Another process is building; if it is killed, the launcher removes its lock.
+# Patience with another process that builds an extension; if it is killed, the launcher removes its lock.
 BUILD_PATIENCE_S = 600.0
 STOPPED_OR_LOST = "it is stopped, or its host is down"
 EVENT_COUNT = 256
-"""Number of reused events; a host is a step or two ahead of its GPU, and begins two phases in each micro-step."""
+"""Number of reused events; a host is a step or two ahead of its GPU, and begins two phases per micro-step."""
 
 
 class DeviceMarks:
@@ -82,7 +82,7 @@ class DeviceMarks:
     def find_reached(self) -> int | None:
         """Return the number of the last event that the GPU has reached; 0 if it was overwritten, None if unknown.
 
-        Any thread may call it.
+        May be called from any thread.
         """
         if not self._recorded:
             return None
@@ -104,28 +104,28 @@ class Watchdog:
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = HeartbeatFolder(logs, ranks.rank, ranks.world_size)
         self.write_exit_code = self._folder.write_exit_code
-        """Rewrites the latest heartbeat with the exit code; safe in a signal handler."""
+        """Function that adds the exit code to the latest heartbeat; safe to call in a signal handler."""
         self.all_write = False
-        """Whether every rank writes heartbeats from its start: a rank without a heartbeat has not started."""
+        """Whether every rank writes heartbeats as soon as it starts, so a rank without heartbeats has not started."""
         PROGRESS.write_step = self._write_step
         self._host = get_host_name()
         self._work = WorkDetector()
         self._worked_at = time.monotonic()
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
         self._ended = threading.Event()
-        # The user's terminal: descriptors 1 and 2 will soon be the log.
+        # The user's terminal: descriptors 1 and 2 will soon be redirected to the log.
         self._screen = os.dup(2)
         self._marks = DeviceMarks()
         if self._timeout_s:
             PROGRESS.mark_device = self._marks.record
-            # Number of collectives that torch records; without this variable, it does not record gloo's.
+            # Number of collectives that torch records; without this variable, it does not record gloo's collectives.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     @property
     def writes(self) -> bool:
-        """Whether to write heartbeats to the run's folder; not while another run may still use the folder."""
+        """Whether to write heartbeats to the run's folder; False while another run may still be using it."""
         return self._folder.writes
 
     @writes.setter
@@ -152,7 +152,7 @@ class Watchdog:
             self._folder.publish(beat)
             verdict = self._folder.read_verdict() if self._timeout_s else None
             if verdict is not None:
-                # Reached also by a rank that was stopped and continues after the others have exited.
+                # A rank that was stopped also gets here if it continues after the other ranks have exited.
                 self._exit(verdict, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._check_others(beat)
@@ -164,7 +164,7 @@ class Watchdog:
         in_long_phase = not LONG_PHASES.isdisjoint(progress.phases)
         if in_long_phase or now - progress.changed_at > self._interval_s:
             if torch.distributed.is_initialized() and torch.cuda.is_initialized():
-                # A thread starts on GPU 0: querying NCCL's events there would create a context of this rank on it.
+                # A new thread's current device is GPU 0, on which querying NCCL's events would create a CUDA context.
                 torch.cuda.set_device(self._ranks.device())
             recorded, begun = read_recorded_collectives()
             collective = collective or recorded
@@ -233,7 +233,7 @@ class Watchdog:
 
 
 def find_ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[int]:
-    """Return the ranks that the others wait for in a hanging run; all ranks if none is behind."""
+    """Return the ranks that block the others in a hung run; all ranks if none is behind."""
     missing = sorted(rank for rank in silent if rank in beats)
     if missing:
         return missing
@@ -254,7 +254,7 @@ def _find_furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat
 
 
 def _find_behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the ranks with a GPU that is behind the others; empty if all are at the same event, or on CPUs."""
+    """Return the ranks with the GPUs that are furthest behind; empty if all GPUs are at the same event, or on CPUs."""
     reached = {rank: beat.device_reached for rank, beat in beats.items() if beat.device_reached is not None}
     least, most = min(reached.values(), default=0), max(reached.values(), default=0)
     return {rank: beats[rank] for rank, number in reached.items() if number == least < most}

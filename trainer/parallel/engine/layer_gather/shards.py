@@ -27,7 +27,7 @@ from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find
 from trainer.parallel.engine.partitioned import keep_own_values
 
 MIN_ELEMENTS = 100_000
-"""Minimum size of a parameter outside of blocks to be sharded; the final norm is smaller."""
+"""Minimum number of elements for sharding a parameter outside blocks; the final norm is smaller."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class UnitPlan:
 
 
 def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
-    """Return a unit for every block of the outermost module lists, and for every module with large weights elsewhere.
+    """Plan a unit for every block of the outermost module lists, and for every other module with large weights.
 
-    A model may list its blocks itself (`list_shard_blocks`). Not sharded: modules with a name that ends in one of
-    `keep_whole`, the embeddings with `keep_embeddings`, weights shared with these or between blocks, and small weights
-    outside of blocks. A weight with two names (a tied head) belongs to its first module.
+    A model may list its blocks itself (`list_shard_blocks`). Not sharded: modules with a name ending in one of
+    `keep_whole`, the embeddings if `keep_embeddings` is set, weights shared with these or between blocks, and small
+    weights outside blocks. A weight with two names (a tied head) belongs to its first module.
     """
     modules = dict(model.named_modules())
     excluded = _find_excluded(model, keep_whole, keep_embeddings)
@@ -61,7 +61,7 @@ def _plan_blocks(modules: dict[str, Any], blocks: Sequence[str], excluded: set[i
     for block in blocks:
         parameters = modules[block].named_parameters(prefix=block)
         names = [name for name, parameter in parameters if id(parameter) not in excluded]
-        # `modules` lists a module that several blocks share once, under the first block, which loads it.
+        # A module shared by several blocks appears in `modules` once, under the first block, which loads it.
         last = [path for path in modules if f"{path}.".startswith(f"{block}.")][-1]
         units.append(UnitPlan(block, last, tuple(names)))
     excluded |= set(counts)
@@ -92,7 +92,7 @@ class _Step:
 
 
 class LayerShards:
-    """Holds a model's units in the order of its forward pass, and the hooks that gather them just in time."""
+    """A model's shard units in the order of its forward pass, and the hooks that gather them just in time."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class LayerShards:
     ) -> None:
         """Store the options; the ranks of `group` (default: all ranks) together hold one copy of the base model.
 
-        Modules with a name that ends in one of `keep_whole` are not sharded, because they are fully trained. With
-        `keep_embeddings` the embedding and the head are not sharded, because they will be resized.
+        Modules with a name ending in one of `keep_whole` are not sharded, because they are fully trained. If
+        `keep_embeddings` is set, the embedding and the head are not sharded, because they will be resized.
         """
         self.units: list[ShardedUnit] = []
         self._device = device
@@ -127,7 +127,7 @@ class LayerShards:
         self._plan = {unit.last_module: unit for unit in units}
 
     def shard_if_filled(self, model: nn.Module, path: str) -> None:
-        """Shard the unit whose last module `path` was just filled, if any; every rank must call it for every module."""
+        """Shard a unit once its last module (`path`) has been loaded; every rank must call this for every module."""
         plan = self._plan.pop(path, None)
         if plan is None:
             return
@@ -150,7 +150,7 @@ class LayerShards:
 
     @replaces("the all-gather of a frozen base in ZeRO stage 3")
     def attach(self, model: Any) -> None:
-        """Register hooks on the modules that read the units; call it before the adapted model's first forward pass."""
+        """Register hooks on the modules that read the units; call this before the adapted model's first forward."""
         assert not self._plan, f"not loaded: {sorted(self._plan)}"
         self._steps = list(self._find_steps(model))
         for index, step in enumerate(self._steps):
@@ -195,7 +195,7 @@ class LayerShards:
                     unit.free()
 
     def time_waits(self, waiting: Waiting) -> None:
-        """Wrap every wait of the compute stream (on a CPU, of the calling thread) for a gather in `waiting()`."""
+        """Enter `waiting()` whenever the compute stream (on a CPU, the calling thread) waits for an all-gather."""
         for unit in self.units:
             unit.waiting = waiting
 

@@ -1,13 +1,13 @@
-"""Implement a shard unit of per-layer ZeRO-3: tensors that one collective gathers, and that are freed together.
+"""Implement a shard unit of per-layer ZeRO-3: tensors that one collective gathers and that are freed together.
 
-All tensors of a unit, of any dtype, are permanent views of one buffer of bytes. Gathering allocates the buffer's
-storage, and one all-gather fills it. Freeing releases the memory. No Parameter changes, and anything that autograd
-saved of a weight between forward and backward (the Parameter, a view, a transpose) sees the gathered bytes again,
-because they share one storage, as in FSDP (Zhao et al. 2023). Reading a unit that is not gathered crashes the process
-instead of returning wrong numbers.
+All tensors of a unit, of any dtype, are permanent views of one byte buffer. Gathering allocates the buffer's storage,
+and one all-gather fills it. Freeing releases the memory. No Parameter is replaced, and anything that autograd saved
+for the backward pass (the Parameter, a view, a transpose) sees the gathered bytes again, because all share one storage,
+as in FSDP (Zhao et al. 2023). Reading a unit that is not gathered crashes the process instead of returning wrong
+numbers.
 
-Streams: a collective runs on the process group's own stream, starts after earlier work of the compute stream, and the
-compute stream waits for it. Memory is allocated and freed in the order of the compute stream.
+Streams: a collective runs on the process group's own stream after earlier work on the compute stream, which then waits
+for the collective. Memory is allocated and freed in the order of the compute stream.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and a function that 
 
 
 class ShardedUnit:
-    """Holds tensors that are gathered and freed together; each rank of a group holds a shard in GPU or host memory."""
+    """Tensors that are gathered and freed together; each rank of a group stores one shard in GPU or host memory."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ShardedUnit:
         pin_memory: bool,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Shard the tensors of the slots over a group (default: all ranks), and replace them with freed views."""
+        """Shard the slots' tensors over a group (default: all ranks), and replace them with views of freed memory."""
         self.name = name
         self.waiting: Waiting = nullcontext
         self._group = group
@@ -79,7 +79,7 @@ class ShardedUnit:
         return self._whole.nbytes
 
     def start(self) -> None:
-        """Start gathering, unless already started; every rank must call it in the same order."""
+        """Start the all-gather unless it has started; all ranks must do so in the same order of units."""
         if self.is_gathered:
             return
         self.is_gathered = True
@@ -97,7 +97,7 @@ class ShardedUnit:
                     self._pending = _all_gather(self._whole, self._own_part, self._group)
 
     def wait(self) -> None:
-        """Make the current stream (on a CPU, the calling thread) wait for the gather."""
+        """Make the current stream (on a CPU, the calling thread) wait for the all-gather."""
         if self._pending is not None:
             with record_function(f"zerolora: wait for {self.name}"), self.waiting():
                 self._pending.wait()
@@ -111,7 +111,7 @@ class ShardedUnit:
 
 
 def find_slots(parameter: nn.Parameter) -> Iterator[Slot]:
-    """Yield the slot of the parameter, and the slots of a 4-bit weight's block scales."""
+    """Yield the slots of a parameter and, for a 4-bit weight, of its block scales."""
     yield parameter, partial(setattr, parameter, "data")
     state = get_packed_state(parameter)
     while state is not None:
