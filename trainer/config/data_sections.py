@@ -58,7 +58,7 @@ class SourceSection(Section):
     template: Annotated[str | None, Needs(".format", ("custom",)), *_TEXT] = None
     """For `custom`: a prompt with {field} placeholders; `fields.completion` names the field of the completion."""
     template_without_input: Annotated[str | None, Needs(".template"), *_TEXT] = None
-    """For `custom`: the prompt for records whose field `input` (or the field named by `fields.input`) is empty."""
+    """For `custom`: the prompt for records if the field `input` (or the one named by `fields.input`) is empty."""
     text_mode: Annotated[Literal["line", "paragraph", "file"], *_TEXT] = "line"
     """How to split a .txt or .md file into records: by line, by paragraph (separated by blank lines), or not at all
     (`file`). Blank lines are not records."""
@@ -93,7 +93,7 @@ class DatasetSection(SourceSection):
     """Maximum size of an image in pixels; larger images are scaled down, for the same models as `min_pixels`. In
     Qwen2.5-VL a token covers 28 x 28 pixels."""
     packing: Annotated[bool, LANGUAGE] = False
-    """Pack several documents into one sequence; attention, recurrent states and positions do not cross documents."""
+    """Pack several documents into one sequence; attention, recurrent states and positions stay separate."""
     batching: Annotated[Literal["samples", "tokens"], LANGUAGE] = "samples"
     """How to batch sequences without packing. `samples`: batch_size sequences per micro-batch, in shuffled order.
     `tokens`: group sequences of similar length, with about the same number of tokens in each micro-batch of a step,
@@ -114,7 +114,7 @@ class DatasetSection(SourceSection):
     streaming: Annotated[bool, LANGUAGE] = False
     """Read and tokenize during training, for datasets larger than memory; needs training.max_steps."""
     shuffle: bool = True
-    """Shuffle the data in every epoch, with `seed`."""
+    """Shuffle the data in every epoch, using `seed`."""
     workers: Annotated[int, Field(ge=1, le=64), Needs(".streaming", (False,))] = 1
     """Number of processes that tokenize the data before training."""
     cache_dir: PathText = Field("~/.cache/zerolora/datasets", validate_default=True)

@@ -25,10 +25,10 @@ _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("
 
 
 class EvaluationSection(Section):
-    """Model scores, computed with each held-out loss: before, after and every `training.eval_steps` of training."""
+    """Scores computed with each held-out loss: before and after training, and every `training.eval_steps` steps."""
 
     tasks: Annotated[Words, _WRITES] = ()
-    """Tasks in lm-eval: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
+    """lm-eval tasks: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
     num_fewshot: Annotated[Annotated[int, Field(ge=0, le=1000)] | None, _TASKS] = None
     """Number of few-shot examples in the prompts of `tasks`, instead of each task's default."""
     limit: Annotated[PositiveInt | None, _TASKS] = None

@@ -131,8 +131,8 @@ class QuantizationSection(Section):
     bits: Literal[4, 8] = 4
     """Bits per weight; default: as `quant_type` implies."""
     quant_type: Literal["nf4", "fp4", "fp8", "int8"] = "nf4"
-    """nf4, fp4: 4-bit, dequantized for each matmul. fp8 (Hopper, Ada): 8-bit, with the fastest steps; W is e4m3 scaled
-    per row, and its input e4m3 scaled per token. int8: the same in int8, for compute capability 7.5 or higher."""
+    """nf4, fp4: 4-bit, dequantized for each matmul. fp8 (Hopper, Ada): 8-bit, with the fastest steps; W and its input
+    are in e4m3, scaled per row and per token. int8: the same in int8, for compute capability 7.5 or higher."""
     double_quant: Annotated[bool, _FOUR_BITS] = True
     """4-bit only: also quantize the block scales (saves 0.4 bits per weight)."""
     block_size: Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], _FOUR_BITS] = 64

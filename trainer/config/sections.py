@@ -84,7 +84,7 @@ class ScuSection(Section):
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[Annotated[int, Field(ge=1, le=10**16)] | None, _INFORMATION] = None
-    """Number N of target tokens that divides the information; default: counted in the dataset, unless it streams."""
+    """Number N of target tokens by which information is divided; default: counted in the dataset, unless it streams."""
     check_every: PositiveInt = 50
     """Steps between checks that lambda is bitwise equal on all ranks."""
 
@@ -148,7 +148,7 @@ class LoggingSection(Section):
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a progress bar on a terminal, else a line every `logging_steps`."""
     profile_steps: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Number of steps at the end to record with torch.profiler: one trace per rank in profile/, for Perfetto."""
+    """Number of final steps to record with torch.profiler; writes one trace per rank in profile/, for Perfetto."""
 
 
 class OutputSection(Section):

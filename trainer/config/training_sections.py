@@ -308,7 +308,7 @@ class ZeroSection(Section):
     allgather_bucket_size: Annotated[int, Field(ge=1, le=10**11), _PARTITIONED] = 200_000_000
     """Elements per parameter gather (stages 1 and 2)."""
     prefetch_bucket_size: Annotated[Elements, _STAGE_3, _BY_MODULE] = 50_000_000
-    """Elements that stage 3 gathers before their use."""
+    """Number of elements that stage 3 prefetches."""
     persistence_threshold: Annotated[Elements, _STAGE_3, _BY_MODULE] = 100_000
     """Stage 3 does not partition parameters with fewer elements than this."""
     max_live_parameters: Annotated[int, Field(ge=1, le=10**13), _STAGE_3, _BY_MODULE] = 1_000_000_000

@@ -215,7 +215,7 @@ def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
-    """Return whether another rank's lock is visible here, waiting for slow network file systems if necessary."""
+    """Return whether another rank's lock is visible here, allowing for the delay of network file systems."""
     held = _read_delayed(run_dir, lambda lock: lock.token == token)
     return held is not None and held.token == token
 

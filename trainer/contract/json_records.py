@@ -25,7 +25,7 @@ State = Literal["OK", "WARN", "FAIL"]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
-    """Parse a line of metrics.jsonl to the metrics of a step. Raises UnreadableFileError for an invalid line."""
+    """Parse a line of metrics.jsonl into the metrics of a step. Raises UnreadableFileError for an invalid line."""
     record: Record = parse_json(line, path, _Schema)
     step = record.get("step")
     if step is None or step < 0:

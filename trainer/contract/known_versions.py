@@ -1,4 +1,4 @@
-"""Compare installed libraries with the versions for which the private APIs that we use are tested.
+"""Compare library versions with those for which we have tested the private APIs that we use.
 
 Private APIs may change within the version ranges in pyproject.toml. A run with untested versions warns once, and a
 missing private API is an error (`require`), so that no feature is disabled silently. `replaces` marks code that
@@ -29,7 +29,7 @@ KNOWN = {
     "lm_eval": ("0.4.13",),
     "compressed-tensors": ("0.20.0",),
 }
-"""Tested versions of the libraries whose private APIs we use, newest last."""
+"""Tested versions of each library from which we use private APIs, newest last."""
 
 
 def get_release(library: str) -> str | None:
@@ -39,7 +39,7 @@ def get_release(library: str) -> str | None:
 
 
 def describe_untested() -> list[str]:
-    """Describe each library whose version is untested, such as `transformers 5.24.0 (tested: 5.17.0, 5.23.0)`."""
+    """Describe each library with an untested version, such as `transformers 5.24.0 (tested: 5.17.0, 5.23.0)`."""
     return [
         f"{library} {release} (tested: {', '.join(tested)})"
         for library, tested in KNOWN.items()

@@ -4,7 +4,7 @@
 |                                      |                                                        | within             |
 |--------------------------------------|--------------------------------------------------------|--------------------|
 | on the `zerolora` process's host     | no such process (a stopped one is alive)               | seconds            |
-| under srun, mpirun, deepspeed or     | its parent (such as slurmstepd or orted) has exited    | seconds            |
+| under srun, mpirun, deepspeed or     | slurmstepd, orted ... above this process has exited    | seconds            |
 | torchrun, with or without `zerolora` |                                                        |                    |
 | on another host                      | the pipe to it is closed, because ssh has exited       | seconds            |
 | on another host                      | logs/launcher-alive, which it touches, does not change | `launcher_timeout` |

@@ -19,7 +19,7 @@ TYPED = "--typed"
 """Option with the command typed by the user, for the run's record and for resuming."""
 RESUME = "training.resume_from_checkpoint"
 PRESTARTED = "--prestarted"
-"""Flag of a prestarted rank, whose only other arguments are the configuration and its overrides."""
+"""Flag for a prestarted rank, which otherwise receives only the configuration and its overrides."""
 CHECKED = b"checked\n"
 
 

@@ -1,4 +1,4 @@
-"""Read a process's rank from its launcher's variables, and choose addresses and ports for a run.
+"""Read a process's rank from environment variables, and choose addresses and ports for a run.
 
 | started by                           | rank                 | ranks                 | rank on its host           |
 |--------------------------------------|----------------------|-----------------------|----------------------------|

@@ -1,7 +1,7 @@
 """Train several adapters on one base model (`adapters`) in joint passes; each is a `Run` with its own folder.
 
 A joint step is one step for each adapter, with the same gradient, clipping, schedule and random numbers as in a
-separate run. Each adapter's folder is the same as a separate run's, so an adapter can resume alone or with new ones.
+separate run. Each adapter's folder is the same as a separate run's, so an adapter can resume alone or with others.
 """
 
 import copy

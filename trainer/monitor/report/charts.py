@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps. The y-axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
+    """Curves over optimizer steps. The y-axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
 
     title: str
     unit: str

@@ -60,7 +60,7 @@ def extract_series(records: list[Record], name: str) -> Series:
 
 
 def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
-    """Return the scores known for both models, as {name: (the base model's value, the adapter's series)}."""
+    """Return the scores recorded for both models, as {name: (the base model's value, the adapter's series)}."""
     names = sorted({name[5:] for record in records for name in record if name.startswith("base/")})
     pairs = {name: [extract_series(records, f"{kind}/{name}").finite() for kind in ("base", "eval")] for name in names}
     return {name: (float(base.values[0]), score) for name, (base, score) in pairs.items() if len(base) and len(score)}

@@ -63,7 +63,7 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
 
 
 def _sort_key(run: RunData) -> tuple[bool, float]:
-    """Sort runs by held-out loss after training; runs without held-out data come last, by training loss."""
+    """Return the key that sorts runs by final held-out loss, then runs without held-out data by training loss."""
     held_out, losses = HeldOutLosses.from_records(run.records), extract_metric_values(run.records, "train/loss")
     return held_out is None, held_out.after if held_out else _compute_final_loss(losses) if losses else math.inf
 

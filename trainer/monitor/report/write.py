@@ -89,7 +89,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (label, command) pairs of commands to run after training."""
+    """Return commands to run after training, as (label, command) pairs."""
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
         held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]
@@ -236,7 +236,7 @@ def _format_data_names(data: Mapping[str, Any]) -> str:
 
 
 def compute_median_rate(records: list[Record]) -> float | None:
-    """Return a rank's median throughput in tokens or images per second; None if there is none."""
+    """Return a rank's median throughput in tokens or images per second; None if it was not recorded."""
     rates = extract_metric_values(records, detect_batch_unit(records).rate)
     return statistics.median(rates) if rates else None
 
