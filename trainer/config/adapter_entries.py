@@ -1,7 +1,7 @@
-"""Read `adapters`: several adapters trained together on one base model, each with its own settings.
+"""Read the `adapters` setting, which trains several adapters together on one base model.
 
-An entry has a `name` and the settings that differ, in sections or under dotted names. `split_adapters` builds the
-configuration of each adapter, as for a separate run with the output folder output_dir/NAME.
+An entry contains a `name` and the settings that differ, in sections or under dotted names. `split_adapters` builds a
+configuration for each adapter, as for a separate run with the output folder output_dir/NAME.
 """
 
 import copy
@@ -21,11 +21,11 @@ from trainer.config.values import set_dotted
 
 RESUME = "resume_from_checkpoint"
 PER_ADAPTER: tuple[str, ...] = tuple(RULES["settings_of_an_adapter"])
-"""Settings that may differ between adapters: names, or sections that end in `.`."""
+"""Settings that may differ between adapters: names, or prefixes of sections, which end in `.`."""
 
 
 def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistake]:
-    """Yield a mistake for each invalid or duplicate name, and each setting that must not differ between adapters."""
+    """Yield a mistake for each invalid or duplicate adapter name, and for each setting that all adapters must share."""
     names: set[str] = set()
     for index, entry in enumerate(adapters):
         name = entry.get("name")
@@ -48,7 +48,7 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
 
 
 def split_adapters(config: RunConfig, tree: Mapping[str, Any]) -> Iterator[Mistake]:
-    """Set `config.runs` to the configurations of its adapters, built from `tree`; yield their mistakes."""
+    """Set `config.runs` to one configuration per adapter, built from `tree`, and yield the mistakes in them."""
     yield from find_entry_mistakes(config.adapters)
     runs = []
     for index, entry in enumerate(config.adapters):

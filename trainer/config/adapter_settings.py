@@ -1,4 +1,4 @@
-"""Read and check the settings of a PEFT LoRA adapter (`adapter_config.json`), for example at `lora.adapter_path`."""
+"""Read and check the settings of a PEFT LoRA adapter (`adapter_config.json`), such as at `lora.adapter_path`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,14 +11,14 @@ from trainer.config.sections import RunConfig
 
 SETTINGS_FILE = "adapter_config.json"
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision", "projector")
-"""Names of modules that map image features to the embeddings of a language model."""
+"""Names of the modules that map image features to a language model's embeddings."""
 Names = list[str] | str | None
 Number = int | Annotated[float, Field(allow_inf_nan=False)]
 Rank = Annotated[int, Field(gt=0)]
 
 
 class AdapterSettings(BaseModel):
-    """The keys that PEFT and zerolora rely on; other keys are not checked."""
+    """Validates the keys that PEFT and zerolora rely on; other keys are not checked."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -39,7 +39,7 @@ class AdapterSettings(BaseModel):
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the LoRA adapter in a folder, without defaults.
+    """Return the settings of the LoRA adapter in a folder, without adding defaults.
 
     Raises UserError if the settings file is missing or damaged, or if the adapter is not a LoRA adapter.
     """
@@ -57,6 +57,6 @@ def list_fully_trained_modules(config: RunConfig) -> tuple[str, ...]:
 
 
 def read_initial_adapter(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of the adapter at lora.adapter_path; empty if it is not on this machine."""
+    """Return the settings of the adapter at lora.adapter_path; an empty dict if it is unset or not a local folder."""
     folder = Path(config.lora.adapter_path or "")
     return read_adapter_settings(folder) if config.lora.adapter_path and (folder / SETTINGS_FILE).is_file() else {}

@@ -1,4 +1,4 @@
-"""Names of settings in Axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, and our equivalents."""
+"""Map setting names from Axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer to ours."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +8,8 @@ import yaml
 
 
 def read_table(path: Path) -> Any:
-    """Return the content of a YAML file of this package."""
-    # Every command reads some of them: libyaml takes 4 ms for 200 lines, pure PyYAML 17 ms.
+    """Return the parsed content of a YAML file in this package."""
+    # Every command reads some of these files: libyaml parses 200 lines in 4 ms, pure PyYAML in 17 ms.
     return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -23,4 +23,4 @@ def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, str] = {name: ours for ours, names in OTHER_TRAINERS["aliases"].items() for name in names.split()}
 ADVICE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
-"""Settings of other trainers without an equal setting here -> what to write instead."""
+"""Advice on what to write instead of settings from other trainers that have no equivalent here."""

@@ -40,17 +40,17 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
     ),
     "with_beta": lambda config: bool({*config.preference.loss} - {"orpo", "sft"}),
 }
-"""Values in rules.yaml that are derived from settings."""
+"""Functions that derive values from the settings, by their names in rules.yaml."""
 
 
 def check_combinations(config: RunConfig) -> None:
-    """Raise UserError for the first combination of settings that cannot work."""
+    """Raise UserError for the first invalid combination of settings."""
     for mistake in find_invalid_combinations(config):
         raise UserError(str(mistake))
 
 
 def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each combination of settings that cannot work."""
+    """Yield a mistake for each invalid combination of settings."""
     for index, run in enumerate(config.runs):
         names = {name for name, _ in flatten_entry(config.adapters[index])}
         for mistake in (*_apply_rules("together", run), *find_invalid_combinations(run)):
@@ -82,7 +82,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
 
 
 def flatten_entry(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every setting of an entry in `adapters`, with aliases resolved."""
+    """Yield the dotted name and value of every setting in an entry of `adapters`, with aliases resolved."""
     for key, value in entry.items():
         dotted = prefix + str(key)
         if isinstance(value, dict) and (prefix + str(key)) in RunConfig.model_fields:
@@ -92,7 +92,7 @@ def flatten_entry(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _find_unequal_layouts(config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each batch layout setting that is not the same for all adapters."""
+    """Yield a mistake for each batch layout setting that differs between adapters."""
     for index, run in enumerate(config.runs):
         for name in ("dataset.packing", "training.gradient_accumulation_steps"):
             if (value := _read_value(run, name)) != (first := _read_value(config.runs[0], name)):
@@ -101,12 +101,12 @@ def _find_unequal_layouts(config: RunConfig) -> Iterator[Mistake]:
 
 
 def find_feature_problem(feature: Literal["graphs", "tiles"], config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that rules out CUDA graphs or tiled MLPs, and why; None if they are possible."""
+    """Return the setting that rules out CUDA graphs or tiled MLPs, and the reason; None if they are possible."""
     return next(((mistake.setting, mistake.problem) for mistake in _apply_rules(feature, config)), None)
 
 
 def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each setting that breaks a rule in a section of rules.yaml, such as `graphs`."""
+    """Yield a mistake for each setting that breaks a rule in the section `group` of rules.yaml."""
     for rule in RULES[group]:
         when, unless, only = (rule.get(name, {}) for name in ("when", "unless", "only"))
         if not all(_matches(config, name, values) for name, values in when.items()):
@@ -232,14 +232,14 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
 
 
 def describe_unusual_settings(config: RunConfig) -> list[str]:
-    """Return a warning for each setting that is valid, but far from its usual values or without effect."""
+    """Return a warning for each valid setting that has an unusual value or no effect."""
     if config.runs:
         entries = zip(config.adapters, config.runs, strict=True)
         return [f"{entry['name']}: {warning}" for entry, run in entries for warning in describe_unusual_settings(run)]
     training, lora, scu = config.training, config.lora, config.scu
     warnings = []
     if scu.enabled and scu.target != "auto" and scu.controller in ("linear", "cosine", "none"):
-        # Not a mistake: `zerolora compare` runs every controller with the settings of one file.
+        # Only a warning: `zerolora compare` runs every controller with the settings from one file.
         problem = f"has no effect with scu.controller: {scu.controller}; use controller: pi, or remove scu.target"
         warnings.append(f"scu.target={scu.target:g}: {problem}")
     if training.learning_rate > HIGHEST_USUAL_RATE:

@@ -1,4 +1,4 @@
-"""Parse command lines: the argument parser of all commands, and `key=value` overrides of settings."""
+"""Parse command lines: the argument parser for all commands, and `key=value` overrides."""
 
 import argparse
 import re
@@ -18,9 +18,9 @@ _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split a `name=value` override and convert the value to the setting's type. Strings need no quotes.
+    """Split a `name=value` override, and parse the value as the setting's type; strings need no quotes.
 
-    Raises UserError if the override has another syntax or an unclosed bracket.
+    Raises UserError if the override is malformed.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python represents bytes that are not UTF-8
         raise UserError(f"{text!a}: not UTF-8; write it in UTF-8")
@@ -60,7 +60,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
 
 
 def parse_positive_int(text: str) -> int:
-    """Parse a whole number of at least 1; for use as the `type` of an argument."""
+    """Parse an integer of at least 1, as the `type` of an argparse argument."""
     try:
         value = int(text)
     except ValueError:
@@ -71,7 +71,7 @@ def parse_positive_int(text: str) -> int:
 
 
 def parse_port_number(text: str) -> int:
-    """Parse a port number; for use as the `type` of an argument."""
+    """Parse a port number, as the `type` of an argparse argument."""
     if not text.isdecimal() or not 1 <= int(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
     return int(text)
@@ -81,9 +81,9 @@ Main = Callable[[list[str] | None], int | None]
 
 
 def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[..., int]]:
-    """Decorate a command to print errors on one line of stderr and return an exit code.
+    """Decorate a command to print errors to stderr instead of raising them, and to return an exit code.
 
-    The code is the command's result or 0, 2 for a user error, and 1 for one of `failures`.
+    The exit code is the command's result (0 if None), the UserError's code (usually 2), or 1 for one of `failures`.
     """
 
     def decorate(main: Main) -> Callable[..., int]:
@@ -104,14 +104,14 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[...,
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Prints help in boxes and errors on one line (exit code 2), like the launcher's commands."""
+    """Argument parser that prints help in boxes and errors on one line (exit code 2), like the launcher's commands."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # `-5GiB` is a value, not an option
 
     def add_config(self) -> None:
-        """Add the arguments CONFIG and key=value."""
+        """Add the arguments CONFIG and `key=value`."""
         self.add_argument("config", metavar="CONFIG", help="the YAML file of the run")
         self.add_argument("overrides", nargs="*", metavar="key=value", help="settings to override")
 

@@ -1,4 +1,4 @@
-"""The settings of training and held-out data. The text under a field is its documentation."""
+"""Settings for training and held-out data. The text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,14 +13,14 @@ _TEXT = (_UNMIXED, LANGUAGE)
 
 
 def _check_fraction_or_count(value: Any) -> Any:
-    """Accept a fraction of the records up to 0.5, or a whole number of records."""
+    """Raise ValueError unless the value is a fraction of at most 0.5 or a whole number."""
     if isinstance(value, (int, float)) and value > 0.5 and (value < 1 or value % 1 != 0):
         raise ValueError("must be a fraction of the records up to 0.5, or a whole number of records")
     return value
 
 
 def _check_names(value: Any) -> Any:
-    """Raise ValueError for `{prompt:ticket}`, which YAML reads as one key without a value."""
+    """Raise ValueError for `{prompt:ticket}`, which YAML parses as one key without a value."""
     for name in value if isinstance(value, dict) else ():
         ours, colon, theirs = str(name).partition(":")
         if colon and value[name] is None:
@@ -39,13 +39,13 @@ class SourceSection(Section):
     revision: Annotated[str | None, _FROM_HUB, _UNMIXED] = None
     """Branch, tag or commit of a Hub dataset."""
     data_files: Annotated[Words, _UNMIXED] = ()
-    """Files to read from a folder or Hub dataset, instead of all: names or patterns such as part-*.jsonl."""
+    """Names or patterns (part-*.jsonl) of the files to read from a folder or Hub dataset; default: all files."""
     split: Annotated[str, _UNMIXED] = "train"
     """Split of a Hub dataset or of a folder that has splits."""
     format: Annotated[Literal[
         "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom", "preference", "unpaired",
     ], *_TEXT] = "auto"  # fmt: skip
-    """Format of records; `auto` detects it by the field names and reports it."""
+    """Format of the records; `auto` detects it from the field names and reports it."""
     fields: Annotated[dict[str, str], BeforeValidator(_check_names), _UNMIXED] = Field(default_factory=dict)
     """Names of the format's fields in your records, such as {prompt: question, completion: answer}."""
     roles: Annotated[
@@ -58,10 +58,10 @@ class SourceSection(Section):
     template: Annotated[str | None, Needs(".format", ("custom",)), *_TEXT] = None
     """For `custom`: a prompt with {field} placeholders; `fields.completion` names the field of the completion."""
     template_without_input: Annotated[str | None, Needs(".template"), *_TEXT] = None
-    """For `custom`: the prompt of records with an empty field `input` (or the field named by `fields.input`)."""
+    """For `custom`: the prompt for records if the field `input` (or the one named by `fields.input`) is empty."""
     text_mode: Annotated[Literal["line", "paragraph", "file"], *_TEXT] = "line"
-    """Records of a .txt or .md file: its lines, its paragraphs (separated by blank lines), or the whole file. Blank
-    lines are not records."""
+    """How to split a .txt or .md file into records: by line, by paragraph (separated by blank lines), or not at all
+    (`file`). Blank lines are not records."""
     weight: Positive = 1.0
     """Weight of this source in a mix: with 2.0 each example is drawn twice as often as with 1.0."""
     max_samples: Annotated[PositiveInt | None, _UNMIXED] = None
@@ -72,41 +72,41 @@ class DatasetSection(SourceSection):
     """Training data and held-out data."""
 
     mix: Annotated[tuple[SourceSection, ...], Field(max_length=1000)] = ()
-    """Several sources instead of `path`, each with its weight."""
+    """Several weighted sources, instead of `path`."""
     evaluation: SourceSection | None = None
     """A separate held-out source, instead of `val_split`."""
     val_split: Annotated[float, Field(ge=0.0, le=1e9), BeforeValidator(_check_fraction_or_count)] = 0.0
     """Records held out for evaluation: a fraction up to 0.5, or a number (1 or more)."""
     on_bad_record: Annotated[Literal["stop", "skip"], LANGUAGE] = "stop"
-    """Handling of records that cannot be read or do not match their format. `stop`: save a checkpoint if training has
+    """How to handle records that cannot be read or do not match their format. `stop`: save a checkpoint if training has
     started, and exit with code 2. `skip`: skip and count such records."""
     max_length: Annotated[int, Field(ge=1, le=2**24), LANGUAGE] = 2048
     """Maximum length of a sequence in tokens; longer sequences are cut at the end and counted. With packing, the length
-    of a packed sequence. The default is the model's context if that is shorter."""
+    of a packed sequence. The default is the model's context length if that is shorter."""
     too_long: Annotated[Literal["cut", "drop", "split"], LANGUAGE] = "cut"
-    """Handling of documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split` applies
-    to texts without a prompt and trains every token once; all other documents are then cut."""
+    """How to handle documents longer than max_length: `cut` at the end, `drop`, or `split` into several. `split`
+    applies to texts without a prompt and trains every token once; all other documents are then cut."""
     min_pixels: Annotated[Annotated[int, Field(ge=1, le=50_000_000)] | None, LANGUAGE] = None
-    """Minimum size of an image in pixels (width x height); smaller images are scaled up. For models that take images of
-    any size, such as Qwen2.5-VL; default: the processor's value."""
+    """Minimum size of an image in pixels (width x height); smaller images are scaled up. For models that accept images
+    of any size, such as Qwen2.5-VL; default: the processor's value."""
     max_pixels: Annotated[PositiveInt | None, LANGUAGE] = None
-    """Maximum size of an image in pixels; larger images are scaled down, for the same models as with `min_pixels`. In
+    """Maximum size of an image in pixels; larger images are scaled down, for the same models as `min_pixels`. In
     Qwen2.5-VL a token covers 28 x 28 pixels."""
     packing: Annotated[bool, LANGUAGE] = False
-    """Pack several documents into one sequence; attention, recurrent states and positions are separate for each."""
+    """Pack several documents into one sequence; attention, recurrent states and positions stay separate."""
     batching: Annotated[Literal["samples", "tokens"], LANGUAGE] = "samples"
-    """Batching of sequences without packing. `samples`: batch_size sequences per micro-batch, in shuffled order.
-    `tokens`: sequences of similar length together, with about the same number of tokens in each micro-batch of a step,
-    which reduces padding; the global batch stays the same."""
+    """How to batch sequences without packing. `samples`: batch_size sequences per micro-batch, in shuffled order.
+    `tokens`: group sequences of similar length, with about the same number of tokens in each micro-batch of a step,
+    to reduce padding; the global batch stays the same."""
     train_on: Annotated[Words, LANGUAGE] = ("assistant",)
     """Roles to train on: assistant, user, system, tool; `last`: only the last assistant turn; `all`: the whole text."""
     thinking: Annotated[Literal["train", "mask", "strip", "empty"], LANGUAGE] = "train"
-    """Reasoning in assistant turns of conversations. `train`: train it as the chat template writes it; `mask`: keep it
-    and its tags, but do not train it; `strip`: remove it; `empty`: remove it, and begin answers with the template's
+    """How to handle reasoning in assistant turns. `train`: train on it as the chat template writes it; `mask`: keep it
+    and its tags, but do not train on it; `strip`: remove it; `empty`: remove it, and begin answers with the template's
     empty thinking block (`enable_thinking: false`), in training and generation."""
     system_prompt: Annotated[str | None, LANGUAGE] = None
-    """System prompt for records without one: the first turn of conversations, the first lines of text prompts. A system
-    turn in a record's list of turns takes precedence over its `system` field."""
+    """System prompt for records without one: the first turn of a conversation, or the first lines of a text prompt. A
+    system turn in a record's list of turns takes precedence over its `system` field."""
     chat_template: Annotated[TemplateText | None, LANGUAGE] = None
     """A Jinja chat template, or the path of a file that contains one, to use instead of the tokenizer's."""
     chat_template_kwargs: Annotated[dict[str, Any], LANGUAGE] = Field(default_factory=dict)
@@ -114,8 +114,8 @@ class DatasetSection(SourceSection):
     streaming: Annotated[bool, LANGUAGE] = False
     """Read and tokenize during training, for datasets larger than memory; needs training.max_steps."""
     shuffle: bool = True
-    """Shuffle the data in every epoch, depending on `seed`."""
+    """Shuffle the data in every epoch, using `seed`."""
     workers: Annotated[int, Field(ge=1, le=64), Needs(".streaming", (False,))] = 1
-    """Number of processes for tokenization before training."""
+    """Number of processes that tokenize the data before training."""
     cache_dir: PathText = Field("~/.cache/zerolora/datasets", validate_default=True)
-    """Folder for tokenized data, which is reused for the same content."""
+    """Folder for tokenized data, which is reused while the content is unchanged."""

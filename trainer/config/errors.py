@@ -1,4 +1,4 @@
-"""The exception for user errors, messages for pydantic's errors, and suggestions for mistyped names."""
+"""Exceptions for user errors, messages for pydantic's errors, and suggestions for mistyped names."""
 
 import errno
 import re
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, ValidationError
 from trainer.config.aliases import read_table
 
 PROBLEMS: dict[str, str] = read_table(Path(__file__).with_name("problems.yaml"))
-"""Error messages by pydantic's error type."""
+"""Error messages by pydantic error type."""
 LONGEST_LINE = 1_000
 LONGEST_WORD = 300
 MAX_LINES = 100
@@ -35,7 +35,7 @@ def sanitize(text: str) -> str:
 def format_one_line(message: str) -> str:
     """Format a message as one printable line of bounded length.
 
-    The beginning names the setting and the end the fix, so long words and then the line are cut in the middle.
+    Long words and long messages are shortened in the middle: they begin with the setting and end with the fix.
     """
     words = [_shorten(word, LONGEST_WORD) for word in sanitize(" ".join(message.split())).split()]
     return _shorten(" ".join(words), LONGEST_LINE)
@@ -54,12 +54,12 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        # Cluster logs are searched line by line, so messages of libraries are joined to one line.
+        # Cluster logs are searched line by line, so messages from libraries are joined into one line.
         super().__init__(format_one_line(message))
 
 
 class UserErrors(UserError):
-    """Raised for several mistakes found together; shown on one line each."""
+    """Raised for several mistakes at once; each is shown on its own line."""
 
     def __init__(self, mistakes: Sequence["Mistake | str"]) -> None:
         super().__init__(str(mistakes[0]))
@@ -91,16 +91,16 @@ def convert_path_error(error: OSError) -> UserError | None:
 
 
 def describe_first(error: ValidationError) -> str:
-    """Describe the first error, preceded by the dotted name of its value if it has one."""
+    """Describe the first error, prefixed with the dotted name of the invalid value if it has one."""
     first = error.errors(include_url=False)[0]
-    # pydantic adds the alternative of a union to the name.
+    # For a union, pydantic also adds the alternative to the name.
     tag = r"int|float|str|bool|(list|dict|constrained|function).+"
     name = ".".join(str(part) for part in first["loc"] if not re.fullmatch(tag, str(part)))
     return f"{name}: {describe_problem(first)}" if name else describe_problem(first)
 
 
 def describe_problem(error: ErrorDetails) -> str:
-    """Describe pydantic's error in terms of the values that the setting accepts."""
+    """Describe a pydantic error in terms of the values that the setting accepts."""
     if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
         return f"must be a string, not a {'list' if isinstance(error['input'], list) else 'mapping'}"
     if error["type"] == "string_type" and isinstance(error["input"], bool):
@@ -116,7 +116,7 @@ def describe_problem(error: ErrorDetails) -> str:
 
 
 def find_nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """Return the known name closest to a mistyped one, or None if none is close."""
+    """Return the known name closest to a mistyped one, or None if none is similar enough."""
     candidates = list(known)
     by_case = {candidate.lower(): candidate for candidate in candidates}
     matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=cutoff)
@@ -130,7 +130,7 @@ def join_choices(choices: Iterable[str]) -> str:
 
 
 def to_text(value: Any, limit: int = 80) -> str:
-    """Format a value as YAML on one printable line. Long values are cut in the middle."""
+    """Format a value as in YAML, on one printable line. Long values are shortened in the middle."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -144,7 +144,7 @@ def to_text(value: Any, limit: int = 80) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 step` or `2,400 steps`."""
+    """Format a number with its noun, such as `1 step` or `2,400 steps`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -154,7 +154,7 @@ class Mistake:
 
     setting: str
     value: Any
-    """None if the message does not show it."""
+    """None if the message does not show the value."""
     problem: str
     fix: str = ""
     involves: str = ""
@@ -162,7 +162,7 @@ class Mistake:
     name: str = ""
     """The name to show instead of `setting`."""
     location: str = ""
-    """Where the setting is, such as ` (run.yaml:3)`."""
+    """Where the setting was given, such as ` (run.yaml:3)`."""
 
     def __str__(self) -> str:
         value = "" if self.value is None else f"={to_text(self.value)}"

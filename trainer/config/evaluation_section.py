@@ -1,6 +1,6 @@
-"""The settings of evaluation beyond the held-out loss; the text under a field is its documentation.
+"""Settings for evaluation beyond the held-out loss. The text under a field is its documentation.
 
-Task names are searched for in the text of lm-eval's files, because building its index takes 15 seconds.
+Task names are looked up in the text of lm-eval's files, because building lm-eval's index takes 15 seconds.
 """
 
 import re
@@ -19,16 +19,16 @@ from trainer.config.types import Count, PositiveInt, Section, Words, check_regex
 
 ANSWER_METRICS = ("exact_match", "regex", "json_schema", "tool_call", "rouge_l")
 LOSSES = ("loss", "bpt", "perplexity")
-"""Metrics of held-out data for which lower is better."""
+"""Metrics on held-out data for which lower is better."""
 _DECLARED = re.compile(rb"^(?:task|group|tag): *['\"]?([\w.+-]+)", re.MULTILINE)
 _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("language", "preference"))
 
 
 class EvaluationSection(Section):
-    """Model scores, computed with each held-out loss: before and after training, and every `training.eval_steps`."""
+    """Scores computed with each held-out loss: before and after training, and every `training.eval_steps` steps."""
 
     tasks: Annotated[Words, _WRITES] = ()
-    """Tasks of lm-eval: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
+    """lm-eval tasks: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
     num_fewshot: Annotated[Annotated[int, Field(ge=0, le=1000)] | None, _TASKS] = None
     """Number of few-shot examples in the prompts of `tasks`, instead of each task's default."""
     limit: Annotated[PositiveInt | None, _TASKS] = None
@@ -36,20 +36,20 @@ class EvaluationSection(Section):
     apply_chat_template: Annotated[bool, _TASKS] = False
     """Format the prompts of `tasks` with the tokenizer's chat template."""
     metrics: Annotated[Words, Needs("task", ("language",))] = ()
-    """Metrics of greedy answers to held-out prompts, compared with the records' answers. `exact_match`: equal texts;
-    `regex`: equal matches of `evaluation.regex`; `json_schema`: valid by `evaluation.json_schema`; `tool_call`: the
-    same calls, by name and arguments; `rouge_l`: the F-measure of ROUGE-L; FILE.py:FUNCTION: your function of (prompt,
-    answer, expected), which returns a number (higher is better). A prompt ends before the record's last trained
-    turn."""
+    """Metrics that compare greedy answers to held-out prompts with the records' answers. `exact_match`: equal texts;
+    `regex`: equal matches of `evaluation.regex`; `json_schema`: valid against `evaluation.json_schema`; `tool_call`:
+    the same calls, by name and arguments; `rouge_l`: the F-measure of ROUGE-L; FILE.py:FUNCTION: your function of
+    (prompt, answer, expected), which returns a number (higher is better). A prompt ends before the record's last
+    trained turn."""
     samples: Annotated[PositiveInt, _METRICS] = 64
     """Maximum number of held-out records to answer: the first ones with a prompt."""
     max_new_tokens: Annotated[Count, _METRICS] = 256
     """Maximum length of an answer in tokens."""
     regex: Annotated[Annotated[str, AfterValidator(check_regex)] | None, Needs(".metrics", ("regex",))] = None
-    """Regular expression of the metric `regex`. Its first group, in the last match, must be equal in both answers;
-    without a group, the model's answer must have a match."""
+    """Regular expression for the metric `regex`. The first group of the last match must be equal in both answers;
+    without a group, the model's answer must contain a match."""
     json_schema: Annotated[PathText | None, Needs(".metrics", ("json_schema",))] = None
-    """File with the JSON schema of the metric `json_schema`."""
+    """File with the JSON schema for the metric `json_schema`."""
 
     @property
     def has_scores(self) -> bool:
@@ -57,7 +57,7 @@ class EvaluationSection(Section):
 
 
 def check_task_names(names: Sequence[str], setting: str = "evaluation.tasks") -> None:
-    """Raise a UserError that names `setting` if a file is missing or a name is not in lm-eval's files."""
+    """Raise a UserError that names `setting` if lm-eval is not installed or a task or its file does not exist."""
     spec = find_spec("lm_eval") if names else None
     if names and spec is None:
         raise UserError(f"{setting}={names[0]}: lm-eval is not installed; pip install lm_eval==0.4.13")

@@ -1,7 +1,7 @@
-"""Read files that may be damaged: every problem raises UnreadableFileError with a one-line message.
+"""Read files that may be damaged: if a file is unusable, raise UnreadableFileError with a one-line message.
 
-Hostfiles and files of runs and models can be damaged, half copied or edited by hand. Every reader of such files uses
-this module and passes the type that it relies on as `type_`, so that no file causes a traceback.
+Hostfiles, model files and run files can be damaged, incomplete or edited by hand. All code that reads them uses this
+module and passes the expected type as `type_`, so that no file causes a traceback.
 """
 
 import json
@@ -20,7 +20,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**31)]
 Seconds = Annotated[float, Field(ge=0.0, lt=2**40)]
-"""Numbers used in computations: not NaN, not infinite, and not too large for their use."""
+"""Types for numbers used in computations: without NaN, infinity and implausibly large values."""
 MAX_TEXT_BYTES = 1 << 28
 
 
@@ -34,7 +34,7 @@ class UnreadableFileError(UserError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in the header of a safetensors file; offsets count from the end of the header."""
+    """A tensor in the header of a safetensors file; offsets are relative to the end of the header."""
 
     dtype: str
     shape: list[int]
@@ -73,12 +73,12 @@ def _read_bytes(path: Path, offset: int, count: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Return the content of a UTF-8 file, without a byte-order mark; raises the errors of `read_bytes`."""
+    """Return the content of a UTF-8 file without a byte-order mark. Raises the same errors as `read_bytes`."""
     return decode_text(read_bytes(path, max_bytes), path)
 
 
 def decode_text(content: bytes, path: Path) -> str:
-    """Decode UTF-8 without a byte-order mark; raises UnreadableFileError with the line of the first invalid byte."""
+    """Decode UTF-8 and remove a byte-order mark. Raises UnreadableFileError with the line of the first invalid byte."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -106,7 +106,7 @@ def read_json_or_default(path: Path, type_: Any, default: Any = None) -> Any:
 
 
 def read_value(path: Path, dotted: str, type_: Any) -> Any:
-    """Return the value under a dotted name in a JSON file, validated as `type_`; raises the errors of `read_json`."""
+    """Return a value from a JSON file by dotted name, validated as `type_`. Raises the same errors as `read_json`."""
     value = read_json(path)
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -117,7 +117,7 @@ def read_value(path: Path, dotted: str, type_: Any) -> Any:
 
 
 def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) -> Any:
-    """Parse JSON that was read from `path` and validate it as `type_`; raises UnreadableFileError if it is invalid."""
+    """Parse JSON that was read from `path` and validate it as `type_`. Raises UnreadableFileError if it is invalid."""
     text = decode_text(content, path) if isinstance(content, bytes) else content
     try:
         value = json.loads(text)
@@ -132,7 +132,7 @@ def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) ->
 
 
 def check_type(value: Any, path: Path, type_: Any) -> Any:
-    """Validate a value read from `path` as `type_`; raises UnreadableFileError naming the first invalid part."""
+    """Validate a value read from `path` as `type_`. Raises UnreadableFileError naming the first invalid part."""
     try:
         return _build_type_adapter(type_).validate_python(value)
     except ValidationError as error:
@@ -142,7 +142,7 @@ def check_type(value: Any, path: Path, type_: Any) -> Any:
 
 
 def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
-    """Return the tensors, the metadata and the offset of the first data byte of a safetensors file.
+    """Return the tensor entries, metadata and offset of the first data byte of a safetensors file.
 
     Only the header is read: an 8-byte little-endian length, then that many bytes of JSON.
 
@@ -152,7 +152,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
     """
     begin = _read_bytes(path, 0, 9)
     length = int.from_bytes(begin[:8], "little")
-    # The first bytes of a pickle or zip may be a valid length, but its ninth byte is not `{`.
+    # The first bytes of a pickle or zip file may be a valid length, but the ninth byte is not `{`.
     if len(begin) < 9 or begin[8:] != b"{":
         fix = "only safetensors files are loaded, because pickled weights can run code"
         raise UnreadableFileError(path, "is not a safetensors file", fix)

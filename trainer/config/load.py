@@ -33,9 +33,9 @@ def load_config(
 ) -> LoadedConfig:
     """Read a YAML file, apply `key.sub=value` overrides, and validate the result.
 
-    With `with_lines=False`, for generated files, messages do not name lines of the file.
+    `with_lines=False`, for generated files, omits line numbers from messages.
 
-    Raises UserErrors with a message for every mistake: the setting, its value, the fix and the line of the file.
+    Raises UserErrors with a message for every mistake: the setting, its value, the fix and the line in the file.
     """
     return load_text(Path(path), read_text(Path(path)), overrides, with_lines=with_lines)
 
@@ -90,15 +90,15 @@ def load_text(
 
 
 def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | None:
-    """Return the trainer that a file was written for; None for our files, even with a few names of other trainers.
+    """Return the trainer that a file was written for; None for our files, even with a few names from other trainers.
 
-    The file must have at least `min_names` names of that trainer, and more than twice as many as names of our sections.
+    The file must have at least `min_names` names from that trainer, and over twice as many as names of our sections.
     """
     names = {str(name) for name in tree}
     counts = {trainer: len(names & {*known.split()}) for trainer, known in OTHER_TRAINERS["recognized_by"].items()}
     best = max(counts, key=lambda trainer: counts[trainer])
     ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
-    # LLaMA-Factory also has a `dataset` and a `model`, which are not sections.
+    # LLaMA-Factory also has `dataset` and `model`, but as strings.
     ours -= sum(isinstance(tree.get(name), str) for name in ("dataset", "model"))
     return best if counts[best] >= min_names and counts[best] > 2 * ours else None
 

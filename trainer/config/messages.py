@@ -67,7 +67,7 @@ def build_section_mistake(name: str, section: type[BaseModel], value: Any) -> Mi
 
 
 def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:
-    """Return the mistake for an unknown name, with the nearest name in its section or, failing that, anywhere."""
+    """Return the mistake for an unknown name, with the nearest name in its section or, failing that, in any section."""
     dotted, name = ".".join(path), path[-1]
     settings = {setting: setting for setting in list_setting_names()} | ALIASES
     candidates = {key: setting for known, setting in settings.items() for key in (known, known.rsplit(".", 1)[-1])}
@@ -86,13 +86,13 @@ def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:
 
 
 def suggest_override(option: str) -> str | None:
-    """Return the override to write for a setting typed as an option, such as `training.epochs=VALUE`."""
+    """Return the override for a setting typed as an option, such as `training.epochs=VALUE`; None for unknown names."""
     name = option.partition("=")[0].lstrip("-").replace("-", "_")
     return f"{name}=VALUE" if name in {*list_setting_names(), *ALIASES} else None
 
 
 def list_setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Return the dotted names of all settings, in order."""
+    """Return the dotted names of all settings, in order of declaration."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         inner = field.annotation
@@ -104,14 +104,14 @@ def list_setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -
 
 
 def find_section(path: Sequence[str]) -> type[BaseModel] | None:
-    """Return the section at a dotted path, also in lists and optional sections; None if the path is not a section."""
+    """Return the section at a path, including in lists and optional sections; None if the path is not a section."""
     return _follow_location(path)[1]
 
 
 def _follow_location(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the parts of pydantic's location that the user wrote, and the section at that location or None.
+    """Return the parts of a pydantic location that the user wrote, and the section at that location or None.
 
-    The other parts name alternatives of a union; they are not fields, list indices or keys of a mapping.
+    The remaining parts name alternatives of a union, not fields, list indices or mapping keys.
     """
     section: type[BaseModel] | None = RunConfig
     path: list[str] = []
@@ -127,7 +127,7 @@ def _follow_location(location: Sequence[str | int]) -> tuple[list[str], type[Bas
 
 
 def get_setting_type(dotted: str) -> Any:
-    """Return the type of a setting; None if it does not exist or accepts anything."""
+    """Return the type of a setting; None if the setting does not exist or accepts any value."""
     above, _, name = dotted.rpartition(".")
     if section := find_section(above.split(".") if above else []):
         return section.model_fields[name].annotation if name in section.model_fields else None

@@ -1,4 +1,4 @@
-"""Collect the mistakes of a configuration: first those in the file, by line, then those on the command line."""
+"""Collect the mistakes in a configuration file and on the command line."""
 
 import copy
 from collections.abc import Iterator, Mapping, Set
@@ -17,36 +17,36 @@ from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTIONS
 from trainer.config.zero import gathers_by_layer
 
-# Values for missing settings without a default, so that the other settings can be checked.
+# Values for missing required settings, so that the other settings can be checked.
 _PLACEHOLDERS: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset": {"path": "x"}}
 
 
 class Mistakes:
-    """Collects mistakes, each with the name as typed and its location: a line of the file, or `command line`."""
+    """Collects mistakes under the names that the user typed, with their locations: a file line, or `command line`."""
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
-        """Maps our name of each configured setting to its name as typed."""
+        """Names of the configured settings as typed, by our name."""
         self.fractions: dict[str, float] = {}
-        """Maps each setting in steps that was typed as a fraction of the run to the fraction."""
+        """Fractions of the run that were typed for settings in steps, by our name."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
         self._entries: dict[str, tuple[tuple[int, int], Mistake | str]] = {}
 
     def mark_overridden(self, name: str) -> None:
-        """Attribute later mistakes of this setting to the command line."""
+        """Attribute later mistakes in this setting to the command line."""
         self._overridden.setdefault(name, len(self._overridden))
 
     def add(self, mistake: Mistake) -> None:
-        """Add a mistake. Only the first mistake of each setting is kept."""
+        """Add a mistake. Only the first mistake for each setting is kept."""
         order, location = self._locate(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
         value = self.fractions.get(mistake.setting, mistake.value)
         self._entries.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
 
     def add_duplicate(self, dotted: str, name: str) -> None:
-        """Add a mistake for a setting typed as `name` after it was typed under another name."""
+        """Add a mistake for a setting that was given a second time, as `name`."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
         if self.names[dotted] == name:
             problem = "given twice, with dots and in its section"
@@ -55,7 +55,7 @@ class Mistakes:
         self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line_error(self, line: int, message: str) -> None:
-        """Add a message that names a line of the file."""
+        """Add an error message about a line in the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
         self._entries.setdefault(message, ((0, max(positions, default=0)), message))
 
@@ -64,7 +64,7 @@ class Mistakes:
         self._entries.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_validation_errors(self, error: ValidationError) -> None:
-        """Add pydantic's errors, except settings that are missing only because their name is misspelled."""
+        """Add pydantic's errors, except for settings that are missing only because their names are misspelled."""
         found_mistakes = describe_errors(error)
         explained = {*self._entries, *(name for mistake in found_mistakes for name in mistake.involves.split())}
         for mistake in found_mistakes:
@@ -72,7 +72,7 @@ class Mistakes:
                 self.add(mistake)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
-        """Add invalid combinations of valid settings. Return the intentionally unused settings, by reason."""
+        """Add a mistake for each invalid combination of settings; return intentionally unused settings by reason."""
         entries = [(name, entry) for name, (_, entry) in self._entries.items()]
         invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
         unused, intended = self._classify_unused_settings(config, invalid)
@@ -84,7 +84,7 @@ class Mistakes:
     def _classify_unused_settings(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
-        """Return the configured settings that have no effect: a mistake per reason, and the intentional ones by reason.
+        """Return configured settings without effect: a mistake per reason, and intentionally unused settings by reason.
 
         Settings in `invalid` already have a mistake and are skipped.
         """
@@ -99,7 +99,7 @@ class Mistakes:
             is_complete = all(self._is_configured(name) for name in names if name.startswith(f"{section}."))
             if not self._is_configured(unused.name) or unused.name in invalid:
                 continue
-            if is_complete and unused.is_default:  # a run's record has all settings
+            if is_complete and unused.is_default:  # a recorded configuration contains all settings
                 continue
             is_intended = is_complete or unused.need.replaces or self._is_switch_turned_off(unused, config)
             (intended if is_intended else mistaken).setdefault(unused.need.reason(config), []).append(unused)
@@ -109,7 +109,7 @@ class Mistakes:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
     def _is_switch_turned_off(self, unused: UnusedSetting, config: RunConfig) -> bool:
-        """Return whether the user turned off the switch of an unused setting.
+        """Return whether the user turned off the switch that an unused setting needs.
 
         Also true if the setting is in the file and its switch was overridden on the command line.
         """
@@ -124,15 +124,15 @@ class Mistakes:
         return self._locate(dotted)[0][0] == 2
 
     def count_in_file(self) -> int:
-        """Return the number of mistakes in the file, excluding the command line."""
+        """Return the number of mistakes that are not on the command line."""
         return sum(order[0] < 2 for order, _ in self._entries.values())
 
     def list_sorted(self) -> list[Mistake | str]:
-        """Return all mistakes: first those in the file, by line, then those on the command line."""
+        """Return all mistakes: those in the file by line, then those on the command line."""
         return [mistake for _, mistake in sorted(self._entries.values(), key=lambda entry: (entry[0], str(entry[1])))]
 
     def _locate(self, dotted: str) -> tuple[tuple[int, int], str]:
-        """Return a setting's sort key among the mistakes, and its location as text."""
+        """Return the sort key for mistakes in a setting, and the setting's location as text."""
         for name, number in self._overridden.items():
             if dotted == name or dotted.startswith(f"{name}."):
                 return (2, number), " (command line)"
@@ -146,7 +146,7 @@ class Mistakes:
 
 
 def replace_invalid_settings(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
-    """Return the configuration with defaults for invalid settings, to check the others; None if it is still invalid."""
+    """Return the configuration with defaults in place of invalid settings; None if it is still invalid."""
     valid = copy.deepcopy(dict(tree))
     for mistake in describe_errors(error):
         remove_setting(valid, mistake.setting.split("."))
@@ -157,7 +157,7 @@ def replace_invalid_settings(tree: Mapping[str, Any], error: ValidationError) ->
 
 
 def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a setting, or the entire list if the path is an entry of a list of strings."""
+    """Remove a setting, or the entire list if the path leads into a list of strings."""
     node: Any = tree
     above, name = tree, path[0]
     for part in path:
@@ -179,12 +179,12 @@ class UserSettings:
         self.mistakes = Mistakes(path, lines)
 
     def add_file(self, tree: Mapping[Any, Any]) -> None:
-        """Add the settings of a file. A setting under two names is a mistake."""
+        """Add the settings from a file. A setting given under two names is a mistake."""
         for name, value in self._flatten_file(tree):
             self.add(name, value)
 
     def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
-        """Remove settings without effect, with a note. Keep settings that another setting replaces."""
+        """Remove settings without effect, except settings that another setting replaces, and add a note."""
         for reason, settings in unused.items():
             for setting in settings:
                 if not setting.need.replaces:
@@ -208,7 +208,7 @@ class UserSettings:
                 yield _format_key(key), value
 
     def add(self, name: str, value: Any, *, override: bool = False) -> None:
-        """Add a setting under any of its names. `override` replaces the file's value."""
+        """Add a setting under any of its names. If `override` is set, replace the file's value."""
         if override:
             self.mistakes.mark_overridden(name)
         if (name in ADVICE and value in (None, [], {}, "")) or (name in ALIASES and value is None):

@@ -1,4 +1,4 @@
-"""The settings of the base model, its adapter and its quantization. The text under a field is its documentation."""
+"""Settings for the base model, its adapter and its quantization. The text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,11 +23,11 @@ class RopeScaling(Section):
     """Scaling of the rotary embedding, to train a model on longer sequences than in pre-training."""
 
     type: Literal["linear", "yarn", "llama3"]
-    """How frequencies are scaled: equally (linear), or low ones more (yarn, llama3)."""
+    """How frequencies are scaled: all equally (linear), or low frequencies more (yarn, llama3)."""
     factor: Annotated[float, Field(gt=1.0, le=1024.0)]
-    """New length as a multiple of the original one."""
+    """New context length as a multiple of the original length."""
     original_max_position_embeddings: PositiveInt | None = None
-    """Context length of pre-training; default: the value in the model's own scaling, else max_position_embeddings."""
+    """Context length in pre-training; default: the value in the model's own scaling, else max_position_embeddings."""
 
 
 class ModelSection(Section):
@@ -58,7 +58,7 @@ class ModelSection(Section):
 
     @property
     def has_score(self) -> bool:
-        """Whether the model gets a score head instead of its output head, for `task: reward`."""
+        """Whether a score head replaces the model's output head, for `task: reward`."""
         return self._has_score
 
 
@@ -88,7 +88,7 @@ class LoraSection(Section):
         Annotated[int, Field(ge=1, le=32_768)] | Literal["r", "r/top_k"], Needs(".experts", (True,)), _NEW
     ] = "r"
     """Rank of each expert's adapter. `r`: as for other layers, like PEFT's target_parameters and Unsloth. `r/top_k`:
-    divided by the number of experts per token, so that each token uses a total rank of r; takes less memory."""
+    r divided by the number of experts per token, so that each token uses a total rank of r; uses less memory."""
     target_parameters: Annotated[Words, _NEW] = ()
     """Additional parameters to adapt that are not layers, by the last parts of their names, as in PEFT."""
     rslora: Annotated[bool, _NEW] = False
@@ -122,26 +122,26 @@ class VisionSection(Section):
     to embeddings. `lora`: adapters on layers of the vision tower and projector that match `lora.target_modules`."""
     cache: bool = False
     """Compute the features of all images before training and keep them in `dataset.cache_dir`, so that steps are as
-    fast as for text. Needs 2 H bytes per image token in bf16, with H the hidden size of the language model."""
+    fast as for text. Needs 2 H bytes per image token in bf16, where H is the language model's hidden size."""
 
 
 class QuantizationSection(Section):
-    """Quantization of the base model for `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits with 8-bit matmuls."""
+    """Quantization of the base model for `adapter: qlora`: 4-bit with bitsandbytes, or 8-bit with 8-bit matmuls."""
 
     bits: Literal[4, 8] = 4
-    """Bits per weight; default: the bits of `quant_type`."""
+    """Bits per weight; default: as `quant_type` implies."""
     quant_type: Literal["nf4", "fp4", "fp8", "int8"] = "nf4"
-    """nf4, fp4: 4 bits, dequantized for each matmul. fp8 (Hopper, Ada): 8 bits and the fastest steps, with W and its
-    input in e4m3, scaled per row and per token. int8: the same in int8, from compute capability 7.5 on."""
+    """nf4, fp4: 4-bit, dequantized for each matmul. fp8 (Hopper, Ada): 8-bit, with the fastest steps; W and its input
+    are in e4m3, scaled per row and per token. int8: the same in int8, for compute capability 7.5 or higher."""
     double_quant: Annotated[bool, _FOUR_BITS] = True
-    """4 bits: also quantize the block scales (saves 0.4 bits per weight)."""
+    """4-bit only: also quantize the block scales (saves 0.4 bits per weight)."""
     block_size: Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], _FOUR_BITS] = 64
-    """4 bits: number of weights per scale. Pre-quantized models on the Hub have 64; for other sizes, weights are
+    """4-bit only: number of weights per scale. Pre-quantized models on the Hub use 64; for other sizes, weights are
     quantized when they are loaded."""
 
     @property
     def is_8bit(self) -> bool:
-        """Whether the base model's quantized weights have 8 bits."""
+        """Whether the base model is quantized to 8 bits."""
         return self.quant_type in EIGHT_BIT
 
     @model_validator(mode="before")

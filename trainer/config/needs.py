@@ -16,16 +16,16 @@ HUB = "a Hub ID"
 
 @dataclass(frozen=True)
 class Needs:
-    """Declares that a setting only has an effect if its switch has one of `values` (default: any true value).
+    """Declares that a setting has an effect only if another setting, its switch, has one of `values`.
 
-    `switch` is the name of a setting, or several names separated by spaces, one of which is enough; a leading dot
-    stands for the section of the field. A field with several `Needs` needs all of them.
+    Without `values`, any truthy value is enough. `switch` may list several names separated by spaces, one of which is
+    enough; a leading dot stands for the field's section. If a field has several `Needs`, all must be met.
     """
 
     switch: str
     values: tuple[Any, ...] = ()
     replaces: bool = False
-    """Whether the switch takes precedence over the setting, so that both are allowed."""
+    """Whether both may be set, because the switch takes precedence."""
 
     def is_met(self, config: BaseModel, setting: str) -> bool:
         """Return whether the setting has an effect; true if the value of the switch is not known yet."""
@@ -47,7 +47,7 @@ class Needs:
         return self.values in ((None,), ((),))
 
     def reason(self, config: BaseModel) -> str:
-        """Return why the setting has no effect, for the end of a sentence."""
+        """Return why the setting has no effect, as a clause that ends a sentence."""
         names = self.switch.split()
         if not self.values:
             return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
@@ -55,7 +55,7 @@ class Needs:
         return f"{names[0]} is {state}"
 
     def format_condition(self) -> str:
-        """Format the switch with its values as in YAML."""
+        """Format the switch and its required values as in YAML."""
         names = self.switch.split()
         return f"{names[0]}: {join_choices(map(to_text, self.values))}" if self.values else " or ".join(names)
 
@@ -72,7 +72,7 @@ class UnusedSetting:
 
 
 _UNKNOWN = object()
-"""The value of a switch that does not exist or is decided later."""
+"""Value of a switch that does not exist or is decided later."""
 
 
 def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
@@ -83,14 +83,14 @@ def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
 
 
 def find_other_task_settings(config: Any, task: str) -> Iterator[UnusedSetting]:
-    """Yield the settings that only other tasks read and that differ from their defaults."""
+    """Yield the non-default settings that only tasks other than `task` use."""
     for setting in find_unused_settings(config.model_copy(update={"task": task})):
         if setting.need.switch == "task" and not setting.is_default:
             yield setting
 
 
 def build_unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
-    """Return one mistake for all settings that the same switch turns off."""
+    """Return one mistake for all settings that the same switch disables."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f", nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else ""
     pronoun = "them" if others else "it"
@@ -107,7 +107,7 @@ def list_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[N
 
 
 def read_switch_value(config: Any, name: str) -> Any:
-    """Return the value of a setting, or HUB for a model or dataset that is not on this machine."""
+    """Return a setting's value, HUB for a model or dataset that is not on this machine, or _UNKNOWN."""
     value = config
     for part in name.split("."):
         value = value[int(part)] if part.isdigit() else getattr(value, part, _UNKNOWN)

@@ -1,6 +1,6 @@
 """Expand `~` and environment variables in path settings, and reject invalid names.
 
-URLs of object stores, such as s3://bucket/run, are mapped to paths of local copies, and such paths back to URLs.
+Object-store URLs, such as s3://bucket/run, are mapped to the paths of local copies, and these paths back to URLs.
 """
 
 import os
@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def expand_path(text: str) -> str:
-    """Replace `~`, `$NAME` and `${NAME}` in a path; raises ValueError for unset variables and invalid names."""
+    """Replace `~`, `$NAME` and `${NAME}` in a path. Raises ValueError for unset variables and invalid names."""
 
     def get_variable(match: re.Match[str]) -> str:
         name = match.group(1) or match.group(2)
@@ -45,7 +45,7 @@ def expand_path(text: str) -> str:
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a path is the URL of an object store."""
+    """Return whether a path is an object-store URL."""
     return _STORE.match(text) is not None
 
 

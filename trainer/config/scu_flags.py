@@ -1,4 +1,4 @@
-"""The flags of the published SCU guide with their defaults, for `zerolora scu-train` and its ranks.
+"""Flags and defaults of the published SCU guide, for `zerolora scu-train` and its ranks.
 
 --model, --data and --measure are not in the guide. The guide's target was chosen for the measure `factors`, whose S
 (see scu.measure) starts far above the target; with `delta`, the default here, S starts at 0. Checkpoints are saved
@@ -103,9 +103,9 @@ def build_settings(options: argparse.Namespace, data: str, held_out: str | None)
 
 
 def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the settings of the run to resume, changed by the typed flags; None if no run is resumed.
+    """Return the settings of the run to resume, updated with the typed flags; None if no run is resumed.
 
-    Raises UserError if the checkpoint or the record of its run is missing or damaged.
+    Raises UserError if the checkpoint or its run's recorded settings are missing or damaged.
     """
     if options.resume_from_checkpoint is None:
         return None
@@ -130,7 +130,7 @@ def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def read_resumed_ranks(run: Path) -> int:
-    """Return the number of ranks of the run to resume; 1 if the number is not recorded."""
+    """Return the number of ranks in the run to resume; 1 if the number is not recorded."""
     try:
         return read_value(run / "run.json", "world_size", Count)
     except (FileNotFoundError, UnreadableFileError):
@@ -144,7 +144,7 @@ def _suggest_checkpoints(run: Path) -> str:
 
 
 def load_flag_config(path: Path, options: argparse.Namespace) -> LoadedConfig:
-    """Load the configuration generated from the flags; raises UserErrors that name flags, not settings."""
+    """Load the configuration generated from the flags. Raises UserErrors that name flags instead of settings."""
     try:
         return load_config(path, options.overrides, with_lines=False)
     except UserErrors as errors:
@@ -161,7 +161,7 @@ def _name_flag(mistake: Mistake | str, flags: Mapping[str, str]) -> Mistake | st
 
 
 def open_log(output: Path) -> IO[bytes]:
-    """Open the guide's log in the run's folder for appending; link it in ./logs, the guide's location, if possible.
+    """Open the guide's log in the run's folder for appending, and link to it from ./logs, as in the guide, if possible.
 
     Raises UserError if the log cannot be written.
     """
@@ -176,6 +176,6 @@ def open_log(output: Path) -> IO[bytes]:
     with suppress(OSError):
         LOG_FILE.parent.mkdir(exist_ok=True)
         if LOG_FILE.is_symlink():
-            LOG_FILE.unlink()  # the link of an earlier run
+            LOG_FILE.unlink()  # the link from an earlier run
         LOG_FILE.symlink_to(os.path.relpath(path, LOG_FILE.parent))
     return log

@@ -1,4 +1,4 @@
-"""All settings of a run by section; the text under a field is its documentation."""
+"""All settings of a run, by section. The text under a field is its documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,10 +17,10 @@ PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
 KL_LAW = {"kp": 0.5, "ki": 0.1, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
-"""Near the final S of the update with the best fixed lambda: 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
+"""Close to the final S with the best fixed lambda: 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
 START_TIMES_TARGET = 0.12
-"""First lambda, times the target. With a strong penalty, lambda * S converged to 0.140 and 0.194 on the two texts in
-docs/lab/scu.md; with a slightly smaller start, S reaches the target."""
+"""Initial lambda times the target. With a strong penalty, lambda * S converged to 0.140 and 0.194 on the two texts in
+docs/lab/scu.md; with a slightly smaller initial lambda, S reaches the target."""
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
 _KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))
@@ -36,37 +36,38 @@ class ScuSection(Section):
     A and B (`factors`); or K, the KL divergence between the adapted and the base model on reference text, in bits per
     token (`kl`)."""
     controller: Literal["pi", "fixed", "linear", "cosine", "none"] = "pi"
-    """Schedule of lambda. `none` only measures."""
+    """How lambda is set. `none` only measures."""
     law: Annotated[Literal["logit", "published"], _PI] = "logit"
-    """Error signal of the PI controller. `logit`: the error in logit S, from when S first reaches the target.
+    """Error signal of the PI controller. `logit`: the error in logit S, once S has reached the target.
     `published`: the error in S, as in the published scripts. `kl` always uses the error in ln K."""
     target: Annotated[float, Field(gt=0.0, le=1000.0)] | Literal["auto"] = "auto"
     """Target of S = ParamBPT / (DataBPT + ParamBPT), or of K in bits per token. `auto`: 0.02 for `delta`, the published
     value for the model's size for `factors`, 0.05 bits for `kl`."""
     kp: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Proportional gain; eight times as large for `kl` below the target. `auto`: 0.5; 0.8 with the published law."""
-    ki: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Integral gain; four times as large for `kl` below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 with the
-    published law."""
-    deadband: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Error up to which lambda is unchanged. `auto`: 0.05, a twentieth of the target; 0.002 of S with the published
+    """Proportional gain; eight times as large for `kl` if K is below the target. `auto`: 0.5; 0.8 with the published
     law."""
+    ki: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
+    """Integral gain; four times as large for `kl` if K is below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 with
+    the published law."""
+    deadband: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
+    """Largest error that leaves lambda unchanged. `auto`: 0.05, a twentieth of the target; 0.002 of S with the
+    published law."""
     ema: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """Weight of the newest measurement in the moving average."""
     leak: Annotated[float, Field(ge=0.0, le=1.0), _PI, _PUBLISHED] = 0.995
-    """Factor on the integral at every update of the published law."""
+    """Factor that multiplies the published law's integral at every update."""
     integral_bound: Annotated[Positive, _PI, _PUBLISHED] = 0.2
     """Largest absolute value of the published law's integral."""
     lambda_start: Annotated[Positive | Literal["auto"], Needs(".controller", ("pi", "fixed", "linear", "cosine"))] = (
         "auto"
     )
-    """First lambda, and the value of `fixed`. `kl`: lambda is 0 until K first exceeds the target, then this. `auto`:
-    0.12 divided by the target, near the final lambda; 0.1 for `kl`, `factors`, `linear` and `cosine`; 1 with the
-    published law."""
+    """Initial lambda, and the constant for `fixed`. `kl`: lambda is 0 until K first exceeds the target, then this.
+    `auto`: 0.12 divided by the target, near the final lambda; 0.1 for `kl`, `factors`, `linear` and `cosine`; 1 with
+    the published law."""
     lambda_min: Positive = 1e-4
-    """Smallest lambda."""
+    """Minimum lambda."""
     lambda_max: Positive = 1e4
-    """Largest lambda; linear and cosine end here."""
+    """Maximum lambda, at which linear and cosine end."""
     sigma: Annotated[Positive | Literal["auto"], _INFORMATION] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: Annotated[PathText | None, _KL] = None
@@ -75,15 +76,15 @@ class ScuSection(Section):
     reference_share: Annotated[float, Field(gt=0.0, le=1.0), _KL] = 0.125
     """`kl`: tokens of reference text per step, as a fraction of the training tokens."""
     reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"
-    """`kl`: keep the base model's last hidden states for the reference text in host memory, which saves its forward
+    """`kl`: keep the base model's last hidden states for the reference text in host memory, which avoids a forward
     pass in each step. `auto`: if they take at most 1 GiB per rank and each text is used at least twice."""
     scale_to_target: Annotated[bool, _KL, _PI] = True
-    """`kl` with `pi`, from 64 reference texts on: hold out an eighth of them, at most 64. If K on these exceeds the
+    """`kl` with `pi` and 64 or more reference texts: hold out an eighth of them, at most 64. If K on these exceeds the
     target at the end of training, scale the saved update down to the target."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[Annotated[int, Field(ge=1, le=10**16)] | None, _INFORMATION] = None
-    """Target tokens N that information is divided by; counted from the dataset unless it streams."""
+    """Number N of target tokens by which information is divided; default: counted in the dataset, unless it streams."""
     check_every: PositiveInt = 50
     """Steps between checks that lambda is bitwise equal on all ranks."""
 
@@ -102,7 +103,7 @@ class ScuSection(Section):
 
 
 def _choose_start(settings: dict[str, Any]) -> float | None:
-    """Return the first lambda of the logit law for `delta`: near the final one, so that S does not overshoot much."""
+    """Return an initial lambda for `delta` near the final one, so that S overshoots little; None in other cases."""
     if settings.get("measure", "delta") != "delta" or settings.get("controller", "pi") not in ("pi", "fixed"):
         return None
     target = settings.get("target", "auto")
@@ -122,8 +123,8 @@ class ParallelSection(Section):
     """Division of the work between ranks, in addition to ZeRO."""
 
     sequence: Annotated[Count, LANGUAGE] = 1
-    """Ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of its tokens
-    and of the attention heads. Must divide the number of ranks and of attention heads. These ranks count as one in the
+    """Number of ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of the
+    tokens and attention heads. Must divide the numbers of ranks and attention heads. These ranks count as one in the
     global batch size."""
 
 
@@ -139,7 +140,7 @@ class LoggingSection(Section):
     run_name: Annotated[str, Field(max_length=255)] | None = None
     """Name of the run in TensorBoard and trackers; default: the name of the output folder."""
     project: Annotated[str, Needs(".report_to", TRACKERS)] = "zerolora"
-    """Project in a tracker (experiment in mlflow)."""
+    """Project name in a tracker (the experiment in mlflow)."""
     sample_prompts: Texts = ()
     """User messages that the model answers before and after training; for an image model, captions of sample images."""
     sample_tokens: Annotated[Count, LANGUAGE, Needs(".sample_prompts")] = 64
@@ -147,22 +148,22 @@ class LoggingSection(Section):
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a progress bar on a terminal, else a line every `logging_steps`."""
     profile_steps: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Number of final steps to record with torch.profiler: a trace per rank in profile/, for Perfetto."""
+    """Number of final steps to record with torch.profiler; writes one trace per rank in profile/, for Perfetto."""
 
 
 class OutputSection(Section):
     """The output folder of the run."""
 
     overwrite: bool | Literal["delete"] = False
-    """Handling of an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete its files
-    and checkpoints, but not yours; false: stop with an error."""
+    """How to handle an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete its
+    files and checkpoints, but not yours; false: stop with an error."""
 
 
 class ExportSection(Section):
     """The server that will use the adapter."""
 
     target: Annotated[Literal["vllm", "sglang", "llama.cpp", "ollama"] | None, LANGUAGE] = None
-    """Server that will load the adapter: `validate` and training warn of adapted layers that it does not apply."""
+    """Server that will load the adapter: `validate` and training warn about adapted layers that it does not support."""
 
 
 class TierSection(Section):
@@ -196,16 +197,16 @@ class RunConfig(Section):
     """lora: adapter on the unquantized model. qlora: adapter on a model quantized to 4 or 8 bits
     (`quantization.quant_type`). none: train all weights."""
     output_dir: OutputText
-    """Folder for the adapter, checkpoints, logs, metrics and report, also on an object store, such as s3://bucket/run;
+    """Folder or object-store URL, such as s3://bucket/run, for the adapter, checkpoints, logs, metrics and report;
     default: runs/NAME for NAME.yaml."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of all random numbers."""
+    """Seed for all random numbers."""
     model: ModelSection = ModelSection()
     lora: Annotated[LoraSection, Needs("adapter", ("lora", "qlora"))] = LoraSection()
     quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
     vision: Annotated[VisionSection, LANGUAGE] = VisionSection()
     adapters: Annotated[tuple[dict[str, Any], ...], Field(max_length=256), _ADAPTER] = ()
-    """Adapters to train together on one base model: a list with the `name` of each (its folder below output_dir) and
+    """Adapters to train together on one base model: a list with each adapter's `name` (its folder below output_dir) and
     the settings that differ, such as [{name: low, training.learning_rate: 1e-4}, {name: high, training.learning_rate:
     1e-3}]."""
     dataset: DatasetSection
@@ -227,7 +228,7 @@ class RunConfig(Section):
 
     @property
     def runs(self) -> "tuple[RunConfig, ...]":
-        """The configurations of `adapters`, each as for a separate run (trainer/config/adapter_entries.py)."""
+        """One configuration per entry of `adapters`, as for separate runs (trainer/config/adapter_entries.py)."""
         return self._runs
 
     def data_ranks(self, ranks: int) -> int:

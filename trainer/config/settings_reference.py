@@ -1,4 +1,4 @@
-"""The reference of all settings, generated from their classes: text for people, a JSON schema for editors."""
+"""Generate the reference of all settings from their classes: text for users, a JSON schema for editors."""
 
 import re
 import textwrap
@@ -19,12 +19,12 @@ NAMES = {str: "string", int: "integer", float: "number", bool: "true | false", N
 
 
 def format_reference(width: int = 100) -> str:
-    """Format every setting: dotted name, type and range, default, meaning, and its names in other trainers."""
+    """Format every setting: dotted name, type and range, default, meaning, and names in other trainers."""
     return "\n".join(_format_section(RunConfig, "", max(60, min(width, 120))))
 
 
 def build_json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a configuration file, where output_dir is optional."""
+    """Return the JSON schema for configuration files, in which output_dir is optional."""
     schema = RunConfig.model_json_schema()
     schema["required"] = [name for name in schema["required"] if name != "output_dir"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
@@ -78,7 +78,7 @@ def _format_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) ->
 
 
 def _format_range(metadata: list[Any] | tuple[Any, ...]) -> str:
-    # Annotated[..., Field(ge=0)] holds the bounds one level deeper when it is an alternative of a union.
+    # In a union, the bounds of Annotated[..., Field(ge=0)] are nested one level deeper.
     flat = [inner for outer in metadata for inner in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
     signs = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
     known = [(bound, *signs[type(bound)]) for bound in flat if type(bound) in signs]

@@ -14,13 +14,13 @@ LOSSES = (
     "discopop", "cpo", "simpo", "orpo", "sft", "kto",
 )  # fmt: skip
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo", "sft")
-"""Losses that compare the two answers without a reference model."""
+"""Losses that need no reference model."""
 _SMOOTHED, _KTO = ("dpo", "robust", "exo_pair", "cpo", "simpo"), Needs(".loss", ("kto",))
 _LOGIT_NORMAL, _SAMPLES = Needs(".times", ("logit_normal",)), Needs("logging.sample_prompts")
 
 
 def _parse_loss_weights(value: Any) -> Any:
-    """Convert a name or a list of names to losses of weight 1. Raises ValueError for an invalid name or weight."""
+    """Convert a name or list of names to losses with weight 1. Raises ValueError for an invalid name or weight."""
     names = [value] if isinstance(value, str) else value
     weights = dict.fromkeys(map(str, names), 1.0) if isinstance(names, list | tuple) else value
     if not isinstance(weights, dict) or not weights:
@@ -36,12 +36,12 @@ def _parse_loss_weights(value: Any) -> Any:
 
 
 class PreferenceSection(Section):
-    """Settings of `task: preference`: training on pairs of a chosen and a rejected answer."""
+    """Settings for `task: preference`: training on pairs of a chosen and a rejected answer."""
 
     loss: Annotated[dict[str, float], BeforeValidator(_parse_loss_weights)] = Field("dpo", validate_default=True)
-    """Loss of a pair, named as in TRL (`dpo` is TRL's `sigmoid`), or several with their weights, such as
-    {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer. `cpo` and `orpo` contain it. `kto`
-    learns from single answers with a label."""
+    """Loss for a pair, named as in TRL (`dpo` is TRL's `sigmoid`), or several losses with weights, such as
+    {dpo: 0.8, sft: 0.2}. `sft` is the mean loss per token of the chosen answer; `cpo` and `orpo` include it. `kto`
+    learns from single labeled answers."""
     beta: NonNegative = 0.1
     """How far the model may move from the reference: higher values keep it closer. `orpo`: weight of the odds ratio."""
     reference: Literal["auto", "step", "cached", "none"] = "auto"
@@ -56,7 +56,7 @@ class PreferenceSection(Section):
     """Probability that chosen and rejected are swapped, for `dpo`, `robust`, `exo_pair`, `cpo` and
     `simpo`."""
     gamma: Annotated[NonNegative, Needs(".loss", ("simpo",))] = 0.5
-    """Margin of `simpo` between the rewards of the two answers, divided by beta."""
+    """Margin between the rewards of the two answers in `simpo`, divided by beta."""
     discopop_tau: Annotated[Positive, Needs(".loss", ("discopop",))] = 0.05
     """Temperature of `discopop`."""
     length_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
@@ -65,14 +65,14 @@ class PreferenceSection(Section):
     """`wpo` multiplies the loss of a pair by the probability of both answers under the trained model, relative to
     answers that it would generate itself (WPO; TRL's use_weighting). This approximates on-policy data."""
     desirable_weight: Annotated[Positive, _KTO] = 1.0
-    """Weight of answers labeled true in the loss of `kto`. Choose both weights so that desirable_weight x number of
+    """Weight of answers labeled true in the `kto` loss. Choose both weights so that desirable_weight x number of
     desirable answers is 1 to 1.33 times undesirable_weight x number of undesirable answers."""
     undesirable_weight: Annotated[Positive, _KTO] = 1.0
-    """Weight of answers labeled false in the loss of `kto`."""
+    """Weight of answers labeled false in the `kto` loss."""
 
 
 class RewardSection(Section):
-    """Settings of `task: reward`: a reward model with a score head, trained on pairs (Bradley-Terry)."""
+    """Settings for `task: reward`: a reward model with a score head, trained on pairs (Bradley-Terry)."""
 
     center: NonNegative = 0.0
     """Weight of the squared sum of a pair's two rewards, added to the loss, which keeps rewards near 0 on average;
@@ -80,22 +80,22 @@ class RewardSection(Section):
 
 
 class ImageSection(Section):
-    """Settings of image models: images, noise and samples."""
+    """Settings for image models: images, noise and samples."""
 
     resolution: Annotated[int, Field(ge=8, le=8192)] = 1024
-    """Side of a square image in pixels; images of other aspect ratios get the same number of pixels."""
+    """Side length of a square image in pixels; images with other aspect ratios have about as many pixels."""
     buckets: bool = True
-    """Group images by aspect ratio and crop little; false crops every image to a square."""
+    """Group images by aspect ratio to crop less; false crops every image to a square."""
     bucket_step: Annotated[int, Field(ge=8, le=1024), Needs(".buckets", (True,))] = 64
-    """Sides of bucketed images are multiples of this."""
+    """Side lengths of bucketed images are multiples of this value."""
     caption: str | None = None
-    """Caption of images without one, such as `a photo of sks dog`."""
+    """Caption for images without one, such as `a photo of sks dog`."""
     flip: bool = False
     """Mirror each image with probability 0.5."""
     caption_dropout: Fraction = 0.0
     """Probability of dropping the caption of an image, which preserves classifier-free guidance."""
     prior: SourceSection | None = None
-    """Class images generated by the base model (DreamBooth's prior preservation): one is added for each image of the
+    """Class images generated by the base model (DreamBooth's prior preservation): one is added for each image in the
     data."""
     prior_weight: Annotated[NonNegative, Needs(".prior")] = 1.0
     """Loss weight of prior images."""
@@ -115,8 +115,8 @@ class ImageSection(Section):
     guidance: NonNegative = 1.0
     """Flux: guidance value that the model receives in training."""
     sample_steps: Annotated[Count, _SAMPLES] = 28
-    """Inference steps of a sample image."""
+    """Number of inference steps per sample image."""
     sample_guidance: Annotated[NonNegative | Literal["auto"], _SAMPLES] = "auto"
-    """Guidance of sample images; `auto`: the pipeline's default."""
+    """Guidance scale for sample images; `auto`: the pipeline's default."""
     sample_every: Annotated[int, Field(ge=0, le=10**9), _SAMPLES] = 0
-    """Steps between sample images in training; 0: only before and after training."""
+    """Steps between sample images during training; 0: only before and after training."""

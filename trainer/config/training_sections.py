@@ -1,4 +1,4 @@
-"""The settings of training, ZeRO and the operators; the text under a field is its documentation."""
+"""Settings for training, ZeRO and the operators. The text under a field is its documentation."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from trainer.config.types import (
 )
 
 FRACTIONS = {"eval_steps": "evals_per_epoch", "save_steps": "saves_per_epoch"}
-"""Settings in steps that may be a fraction of the run -> the setting that replaces them without max_steps."""
+"""Settings in steps that accept a fraction of the run -> the setting that replaces them without max_steps."""
 _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "selective", True, False, None]}
 
 
@@ -63,7 +63,7 @@ def _parse_checkpointing(value: Any) -> Any:
 
 
 def _check_shard_within(value: Any) -> Any:
-    """Raise ValueError unless the value is `auto`, `host`, `all` or an integer of at least 2, also as a string."""
+    """Raise ValueError unless the value is `auto`, `host`, `all` or an integer (or its string) of at least 2."""
     if value in ("auto", "host", "all") or (str(value).isdigit() and int(str(value)) > 1):
         return value
     raise ValueError("must be auto, host, all, or a number of ranks of at least 2")
@@ -94,14 +94,14 @@ class TrainingSection(Section):
     max_steps: PositiveInt | None = None
     """Number of optimizer steps, instead of `epochs`."""
     batch_size: BatchSize = 1
-    """Sequences per GPU and micro-step; `auto`: as many as fit by the memory estimate."""
+    """Sequences per GPU and micro-step; `auto`: as many as the memory estimate allows."""
     eval_batch_size: Annotated[Count | None, Needs("dataset.val_split dataset.evaluation evaluation.tasks")] = None
     """Sequences per GPU in evaluation; default: batch_size."""
     gradient_accumulation_steps: Count = 1
     """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
     global_batch_size: BatchSize | None = None
     """Sequences per optimizer step over all GPUs, instead of gradient_accumulation_steps; batch_size is then the
-    maximum per micro-step. `auto`: the largest power of two up to 32 that leaves the run 100 steps."""
+    maximum per micro-step. `auto`: the largest power of two up to 32 that leaves at least 100 steps."""
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
     """Peak learning rate."""
     lr_scheduler: Literal[
@@ -112,13 +112,13 @@ class TrainingSection(Section):
     min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr", "warmup_stable_decay"))] = 0.0
     """Final learning rate as a fraction of the peak, for cosine_with_min_lr and warmup_stable_decay."""
     lr_cycles: Annotated[PositiveInt, Needs(".lr_scheduler", ("cosine_with_restarts",))] = 1
-    """Number of cycles of cosine_with_restarts, each of which falls to zero."""
+    """Number of cosine_with_restarts cycles; the learning rate falls to zero in each."""
     decay_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("warmup_stable_decay",))] = 0.1
-    """Fraction of the steps, at the end, in which the learning rate of warmup_stable_decay decays (as a cosine)."""
+    """Fraction of the steps, at the end, in which warmup_stable_decay lowers the learning rate (as a cosine)."""
     warmup_ratio: Annotated[Fraction, _WARMUP, Needs(".warmup_steps", (None,), replaces=True)] = 0.03
-    """Fraction of the steps for warm-up, in which the learning rate rises from zero."""
+    """Fraction of the steps used for warm-up, in which the learning rate rises from zero."""
     warmup_steps: Annotated[StepsOrNever | None, _WARMUP] = None
-    """Number of steps for warm-up, instead of `warmup_ratio`."""
+    """Number of warm-up steps, instead of `warmup_ratio`."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """Decoupled weight decay; not applied to biases and norms."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
@@ -139,15 +139,15 @@ class TrainingSection(Section):
     label_smoothing: Annotated[float, Field(gt=0.0, lt=1.0), Needs(".loss", ("label_smoothing",))] = 0.1
     """Fraction of the target that `loss: label_smoothing` spreads evenly over the vocabulary."""
     neftune_noise_alpha: Annotated[NonNegative, Needs("task", ("language",))] = 0.0
-    """Add uniform noise to the input embeddings in training, up to this divided by the square root of row length x
-    hidden size (NEFTune; 5 is usual); 0: none."""
+    """Add uniform noise to the input embeddings in training, of at most this value divided by the square root of row
+    length x hidden size (NEFTune; 5 is usual); 0: no noise."""
     optimizer: Literal[
         "adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion", "lion_8bit", "paged_lion_8bit",
         "adafactor", "muon", "schedule_free_adamw",
     ] = "adamw"  # fmt: skip
-    """AdamW of torch, or an optimizer of bitsandbytes (`_8bit`: with 8-bit state; `paged_`: with state that moves to
-    host memory when a GPU is full; `lion`), of torch at zero.stage 0 (`adafactor`; `muon`, with updates scaled for
-    learning rates of AdamW), or of schedulefree (`schedule_free_adamw`: evaluates and saves averaged weights; needs a
+    """torch's AdamW, or an optimizer from bitsandbytes (`_8bit`: with 8-bit state; `paged_`: with state that moves to
+    host memory when a GPU is full; `lion`), from torch at zero.stage 0 (`adafactor`; `muon`, with updates scaled for
+    AdamW's learning rates), or from schedulefree (`schedule_free_adamw`: evaluates and saves averaged weights; needs a
     constant lr_scheduler and `pip install schedulefree`)."""
     adam_beta1: Annotated[Fraction, _BETAS] = 0.9
     """Decay of the first moment of AdamW and Lion."""
@@ -177,26 +177,26 @@ class TrainingSection(Section):
     """Keep the tensors saved by gradient checkpointing, one per layer, in host memory; tensors that do not fit there
     stay on the GPU."""
     tiled_mlp: Annotated[PositiveInt | bool | Literal["auto"], LANGUAGE] = "auto"
-    """Compute gated MLPs in tiles of this many tokens, so that their memory does not grow with the length; true: 8,192.
-    `auto`: from 32,768 tokens per micro-step on, with gradient checkpointing and without dropout."""
+    """Compute gated MLPs in tiles of this many tokens, so that memory does not grow with sequence length; true: 8,192.
+    `auto`: for at least 32,768 tokens per micro-step, with gradient checkpointing and without dropout."""
     recompute_attention: Annotated[bool, LANGUAGE] = True
     """Whether recomputed layers also recompute attention; false keeps its output and log-sum-exp, stored where the
     layers' inputs are."""
     on_oom: Literal["stop", "halve"] = "stop"
-    """`halve`: when a GPU is out of memory, restart from the newest checkpoint with half the batch_size and twice the
+    """`halve`: when a GPU runs out of memory, restart from the newest checkpoint with half the batch_size and twice the
     accumulation, up to three times."""
     ignore_memory_check: bool = False
     """Start even if the memory estimate does not fit."""
     save_steps: StepsOrNever = 500
-    """Steps between checkpoints; below 1: as a fraction of the run; 0: only at the end."""
+    """Steps between checkpoints; below 1: a fraction of the run; 0: only at the end."""
     save_minutes: NonNegative = 0.0
-    """Minutes between checkpoints saved in addition to those of `save_steps`; 0: never."""
+    """Minutes between checkpoints that are saved in addition to those from `save_steps`; 0: never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Checkpoints per pass over the data, instead of `save_steps`."""
     save_total_limit: PositiveInt | None = 3
     """Number of newest checkpoints to keep (in addition to the best one)."""
     eval_steps: StepsOrNever = 0
-    """Steps between evaluations; below 1: as a fraction of the run; 0: only before and after training."""
+    """Steps between evaluations; below 1: a fraction of the run; 0: only before and after training."""
     evals_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Evaluations per pass over the data, instead of `eval_steps`."""
     logging_steps: PositiveInt = 1
@@ -215,7 +215,7 @@ class TrainingSection(Section):
     """Keep the checkpoint with the best `best_metric`, and save its adapter as the result."""
     best_metric: Annotated[str, Needs(".best_checkpoint .early_stopping")] = "loss"
     """Metric that best_checkpoint and early_stopping compare: the held-out loss (`loss`), one of `evaluation.metrics`,
-    or TASK/METRIC of `evaluation.tasks`, such as gsm8k/exact_match/strict-match (with the filter, if it has one)."""
+    or TASK/METRIC from `evaluation.tasks`, such as gsm8k/exact_match/strict-match (with the filter, if it has one)."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stop the run at a non-finite loss or gradient, or skip the step (at most 10 in a row)."""
     on_spike: Literal["warn", "ignore"] = "warn"
@@ -228,7 +228,7 @@ class TrainingSection(Section):
     """Capture the kernels of a micro-step in CUDA graphs and replay them, if the adapter is one buffer. `auto`: if the
     GPU waits for the host in the first steps (small batches of small models) and replay is faster."""
     cudnn_benchmark: bool = False
-    """Benchmark cuDNN's kernels at the start, and use the fastest."""
+    """Benchmark cuDNN's kernels when training starts, and use the fastest."""
     deterministic: bool = False
     """Use only deterministic kernels."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -236,15 +236,15 @@ class TrainingSection(Section):
     timeout_minutes: Positive = 30.0
     """Minutes that a collective waits for a rank before the run fails; raised to at least 3 x hang_timeout + 5."""
     hang_timeout: NonNegative = 10.0
-    """Minutes without progress of a rank after which the run is stopped and the rank reported; 0 disables the
+    """Minutes without progress on a rank after which the run is stopped and the rank reported; 0 disables the
     watchdog."""
     max_restarts: Restarts | None = None
-    """Maximum number of restarts of the ranks by `zerolora train` after failures, from the newest complete checkpoint,
-    if a step was completed since the last start. Default: 3, but 0 if srun starts the ranks of a SLURM job that is
+    """Maximum number of times that `zerolora train` restarts the ranks after failures, from the newest complete
+    checkpoint, if the last attempt completed a step. Default: 3, but 0 if srun starts the ranks in a SLURM job that is
     requeued."""
     elastic: bool = False
     """Restart with the largest remaining number of ranks that divides the global batch if GPUs or hosts are lost or a
-    rank repeatedly fails before its first step; the global batch is kept by more accumulation."""
+    rank repeatedly fails before its first step; more accumulation keeps the global batch the same."""
     launcher_timeout: NonNegative = 120.0
     """Seconds without a heartbeat of the `zerolora` process after which ranks on other hosts exit; 0: never."""
 
@@ -271,7 +271,7 @@ class TrainingSection(Section):
 
 
 def compute_collective_timeout(training: TrainingSection) -> float:
-    """Return torch's timeout for collectives in minutes, long enough for the watchdog to report the hanging rank."""
+    """Return torch's timeout for collectives in minutes, long enough for the watchdog to report the hung rank."""
     if not training.hang_timeout:
         return training.timeout_minutes
     return max(training.timeout_minutes, FIRST_STEP_FACTOR * training.hang_timeout + REPORT_MINUTES)
@@ -282,10 +282,10 @@ class ZeroSection(Section):
 
     stage: Stage = 2
     """Partitioned state: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters (including the base model).
-    `auto`: the lowest that fits by the memory estimate."""
+    `auto`: the lowest that the memory estimate allows."""
     gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
-    """How stage 3 gathers the base model. `layer`: one all-gather per decoder layer, a layer ahead, with the adapter
-    replicated on every GPU (frozen bases only). `module`: DeepSpeed's gather, per parameter. `auto`: layer if
+    """How stage 3 gathers the base model. `layer`: one all-gather per decoder layer, one layer ahead, with the
+    adapter replicated on every GPU (frozen bases only). `module`: DeepSpeed's gather, per parameter. `auto`: layer if
     possible."""
     shard_within: Annotated[
         Literal["auto", "host", "all"] | Annotated[int, Field(ge=2)],
@@ -293,8 +293,8 @@ class ZeroSection(Section):
         _STAGE_3,
         Needs(".gather", ("layer",)),
     ] = "auto"
-    """Ranks that share one copy of the frozen base at stage 3: `all`, groups of this many ranks, or the ranks of a
-    `host`, so that no weights cross the network in training. `auto`: host if its shards fit by the memory estimate."""
+    """Ranks that share one copy of the frozen base at stage 3: `all`, groups of this many ranks, or the ranks on a
+    `host`, so that no weights cross the network in training. `auto`: host if the memory estimate allows it."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False
@@ -308,9 +308,9 @@ class ZeroSection(Section):
     allgather_bucket_size: Annotated[int, Field(ge=1, le=10**11), _PARTITIONED] = 200_000_000
     """Elements per parameter gather (stages 1 and 2)."""
     prefetch_bucket_size: Annotated[Elements, _STAGE_3, _BY_MODULE] = 50_000_000
-    """Elements that stage 3 gathers ahead of their use."""
+    """Number of elements that stage 3 prefetches."""
     persistence_threshold: Annotated[Elements, _STAGE_3, _BY_MODULE] = 100_000
-    """Stage 3 does not partition parameters with fewer elements."""
+    """Stage 3 does not partition parameters with fewer elements than this."""
     max_live_parameters: Annotated[int, Field(ge=1, le=10**13), _STAGE_3, _BY_MODULE] = 1_000_000_000
     """Maximum number of elements that stage 3 keeps gathered."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -318,18 +318,17 @@ class ZeroSection(Section):
 
 
 class OpsSection(Section):
-    """Operators of adapters and the model."""
+    """Operators for the adapters and the model."""
 
     backend: Annotated[Literal["auto", "cuda", "reference", "peft"], _ADAPTER] = "auto"
     """`cuda`: fused operators; `reference`: the same in plain torch; `peft`: PEFT's layers. `auto` reports its
     choice."""
     flat: Annotated[bool, _ADAPTER] = True
-    """Keep all adapter parameters with the same learning rate in one buffer, which is a single tensor for the
-    engine."""
+    """Keep all adapter parameters with the same learning rate in one buffer, a single tensor for the engine."""
     recompute: Annotated[Literal["activations", "norms", "none"], _ADAPTER] = "activations"
     """Cheap results to recompute in the backward pass instead of keeping them, in layers without gradient
-    checkpointing: `activations` of SwiGLU (saves 7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), or `norms`, which
-    also recomputes their outputs."""
+    checkpointing: `activations` of SwiGLU (saves 7 of 50 GiB for 1 % more time at 8B and 8,192 tokens), or `norms`, to
+    also recompute the outputs of norms."""
     elementwise: Literal["auto", "off"] = "auto"
-    """Kernels of norms, SwiGLU and rotary embedding on a GPU. `auto`: ours if they compute the same as the model's
+    """Kernels of norms, SwiGLU and rotary embedding on a GPU. `auto`: ours if their results match the model's
     code. `off`: the model's code."""

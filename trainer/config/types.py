@@ -1,4 +1,4 @@
-"""The types of settings: numbers, lists of strings, and the frozen model that rejects unknown keys."""
+"""Types for settings: numbers, lists of strings, and the frozen base class that rejects unknown keys."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -17,8 +17,8 @@ from pydantic import (
 
 from trainer.config.values import parse_value
 
-AUTO = -1  # `auto` in a number, until the memory estimate replaces it
-# Numbers above the upper bounds can only be typos.
+AUTO = -1  # `auto` in a numeric setting, until the memory estimate replaces it
+# Numbers above these upper bounds can only be typos.
 Count = Annotated[int, Field(ge=1, le=65_536)]
 PositiveInt = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Restarts = Annotated[int, Field(ge=0, le=100_000)]
@@ -41,12 +41,12 @@ def _parse_words(value: Any) -> Any:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether `name` contains regex metacharacters, so that it is a pattern and not a layer name."""
+    """Return whether `name` contains regex metacharacters, i.e. is a pattern rather than a layer name."""
     return re.search(r"[\\^$*+?{}\[\]|()]", name) is not None
 
 
 def _parse_layer_names(value: Any) -> Any:
-    """Convert to a list of names; a comma within brackets is part of a regular expression."""
+    """Convert to a list of names; commas within the brackets of a regular expression do not separate names."""
     if not isinstance(value, str) or not is_pattern(value):
         return _parse_words(value)
     return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]

@@ -1,4 +1,4 @@
-"""Convert values to the types of settings, where YAML and pydantic are too strict or too lenient.
+"""Convert values to the types of their settings; YAML and pydantic alone are too strict or too lenient.
 
 Numbers and booleans are not converted to each other; text such as `"2"` or `1_000` is a number for numeric settings;
 `None` and `none` are null for optional settings.
@@ -28,7 +28,7 @@ def list_accepted_types(annotation: Any) -> frozenset[Any]:
 
 
 def list_choices(annotation: Any) -> frozenset[str]:
-    """Return the string choices of a setting, which are accepted in any case."""
+    """Return the string choices of a setting, which are case-insensitive."""
     if annotation is Any:
         return frozenset()
     if get_origin(annotation) is Literal:
@@ -42,12 +42,12 @@ def is_text(annotation: Any) -> bool:
 
 
 def is_null(annotation: Any, value: str) -> bool:
-    """Return whether this string means null for a setting of this type."""
+    """Return whether a string means null for a setting of this type."""
     return NoneType in list_accepted_types(annotation) and value.strip().lower() in _NULL
 
 
 def parse_value(annotation: Any, value: Any) -> Any:
-    """Convert a value to the type of its setting. Raises ValueError for a boolean written as `yes` or 1."""
+    """Convert a value to its setting's type. Raises ValueError for values such as a boolean written as `yes` or 1."""
     types = list_accepted_types(annotation)
     is_number = bool(types & {int, float})
     if isinstance(value, bool):
@@ -57,7 +57,7 @@ def parse_value(annotation: Any, value: Any) -> Any:
     if isinstance(value, str) and is_null(annotation, value):
         return None
     if isinstance(value, str) and Literal in types and (word := value.strip().lower()) in list_choices(annotation):
-        return value if value == "None" else word  # Python's None is not the word `none`
+        return value if value == "None" else word  # Python's None is not the choice `none`
     if is_number and isinstance(value, str):
         number = parse_scalar(value.replace("_", "") if _GROUPED.fullmatch(value.strip()) else value)
         if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -81,7 +81,7 @@ def parse_value(annotation: Any, value: Any) -> Any:
 
 
 def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set a value under a dotted name, and create its sections; a value in place of a section is replaced."""
+    """Set a value under a dotted name; create its sections, replacing any other values in their place."""
     *sections, last = dotted.split(".")
     for section in sections:
         if not isinstance(tree.get(section), dict):
@@ -91,7 +91,7 @@ def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _is_python_number(text: str) -> bool:
-    """Return whether pydantic would accept a number such as `1_00`, `._1`, `infinity` or digits of other scripts."""
+    """Return whether pydantic would accept `text` as a number, such as `1_00`, `infinity` or non-ASCII digits."""
     try:
         float(text.replace("_", ""))
     except ValueError:

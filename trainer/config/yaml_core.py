@@ -15,9 +15,9 @@ from trainer.config.files import UnreadableFileError, decode_text, read_bytes
 
 MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
-"""Limits the expansion of nested anchors, which can reach billions of values in a few lines."""
+"""Limit on the expansion of nested anchors, which can produce billions of values in a few lines."""
 PRESETS = "check its name, or use a preset in configs/"
-# The beginning of PyYAML's problem -> how to fix it.
+# The beginning of PyYAML's error message -> how to fix the error.
 _HINTS = {
     "but found another document": "write one configuration per file, without ---",
     "expected <block end>": "indent the settings of a section equally",
@@ -41,12 +41,12 @@ _RULES = {
 
 @dataclass(frozen=True)
 class YamlFile:
-    """The content of a file, and the line of each dotted name."""
+    """The content of a YAML file, and the line of each dotted name."""
 
     tree: dict[Any, Any]
     lines: dict[str, int]
     mistakes: list[tuple[int, str]]
-    """Line and message of duplicate keys, which YAML allows and a configuration does not."""
+    """Line and message for each duplicate key, which PyYAML allows but a configuration does not."""
 
 
 class Yaml11Loader(yaml.SafeLoader):
@@ -122,7 +122,7 @@ def dump(tree: Any, **style: Any) -> str:
 
 
 def parse(text: str) -> Any:
-    """Parse YAML without comments. Raises ValueError if it is invalid, UserError for duplicate keys."""
+    """Parse YAML. Raises ValueError if it is invalid or contains a comment, UserError for duplicate keys."""
     try:
         loader = _CoreLoader(text)  # rejects control characters
         node = loader.get_single_node()
@@ -142,19 +142,19 @@ def parse_scalar(text: str) -> Any:
     try:
         tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))
         value: Any = loader.construct_object(yaml.ScalarNode(tag, text.strip()))
-    except (ValueError, yaml.YAMLError):  # more digits than Python reads; `<<`
+    except (ValueError, yaml.YAMLError):  # more digits than Python converts; `<<`
         return text
     return text if isinstance(value, str) else value
 
 
 def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Return the settings in a file. Raises UserError if it cannot be read or has no settings."""
+    """Return the settings in a file. Raises UserError if the file is unreadable, invalid or without settings."""
     fix = "check its name" if loader_class is Yaml11Loader else PRESETS
     return parse_yaml(path, read_text(path, fix), loader_class)
 
 
 def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
-    """Parse the content of the file `path`. Raises UserError if it has no settings."""
+    """Parse the content of the file `path`. Raises UserError if it is invalid or without settings."""
     try:
         loader = loader_class(text)
         node = loader.get_single_node()
@@ -185,7 +185,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
 
 
 def read_text(path: Path, fix: str = PRESETS) -> str:
-    """Return the text of a file. Raises UserError if it cannot be read (with `fix` if it does not exist)."""
+    """Return the text of a file. Raises UserError if it cannot be read; `fix` is the advice for a missing file."""
     try:
         return decode_text(read_bytes(path, MAX_BYTES), path)
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def read_text(path: Path, fix: str = PRESETS) -> str:
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
-    """Return the number of values of a node with every alias expanded. Raises UserError if there are too many."""
+    """Return the number of values in a node with every alias expanded. Raises UserError if there are too many."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in known:

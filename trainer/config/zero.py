@@ -1,4 +1,4 @@
-"""Decide whether our code or DeepSpeed gathers the base model at stage 3, and check the keys of `zero.extra`."""
+"""Decide whether our code or DeepSpeed gathers the base model at stage 3, and check the keys in `zero.extra`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +11,12 @@ from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
 SETTINGS = {key: ours for ours, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
-"""DeepSpeed's key in `zero.extra` -> our setting."""
+"""Our setting to use instead of a DeepSpeed key in `zero.extra`, by key."""
 KNOWN, FIXED, UNSUPPORTED = (OTHER_TRAINERS["deepspeed_keys"][name].split() for name in ("known", "fixed", "replacing"))
 
 
 def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
-    """Yield a mistake for each key that has a setting here or is not compatible with our training loop."""
+    """Yield a mistake for each key that is unknown, has a setting here, or does not work with our training loop."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
         fix = "the stage is set with zero.stage"
@@ -41,15 +41,15 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def gathers_by_layer(config: RunConfig) -> bool:
-    """Return whether our code shards and gathers the base model per layer. DeepSpeed's engine is then at stage 2."""
+    """Return whether our code shards and gathers the base model per layer; DeepSpeed's engine then uses stage 2."""
     return config.zero.stage == 3 and config.zero.gather != "module" and describe_layer_gather_problem(config) is None
 
 
 def resolve_engine_zero(config: RunConfig) -> ZeroSection:
     """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base model.
 
-    Runs with several adapters use stage 1 instead of 0, because its optimizer skips the update of all adapters if the
-    gradient of one is not finite.
+    Runs with several adapters use stage 1 instead of 0, because stage 1's optimizer skips the update of all adapters if
+    one adapter's gradient is not finite.
     """
     if config.adapters and config.zero.stage == 0:
         return config.zero.model_copy(update={"stage": 1})

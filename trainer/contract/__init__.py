@@ -1,1 +1,1 @@
-"""Code shared by launcher and ranks: files, exit codes, ports and rank variables. Does not import torch."""
+"""Code shared by the launcher and the ranks: files, exit codes, ports and rank variables. Does not import torch."""

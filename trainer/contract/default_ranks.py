@@ -1,4 +1,4 @@
-"""Find the GPUs of this machine, and the default number of ranks of `zerolora train`."""
+"""Find the GPUs in this machine, and the default number of ranks for `zerolora train`."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ CPU_RANKS = 2
 
 
 def choose_default_ranks(env: Mapping[str, str] = os.environ) -> int:
-    """Return the default number of ranks, from the SLURM job or else from this machine's GPUs.
+    """Return the default number of ranks, from the SLURM job or, outside a job, from this machine's GPUs.
 
     Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """
@@ -83,12 +83,12 @@ def is_in_allocation(env: Mapping[str, str]) -> bool:
 
 
 def read_ranks_per_node(env: Mapping[str, str]) -> int | None:
-    """Return the requested GPUs per node, else the allocated ones, else the tasks per node; None if none are set.
+    """Return the requested GPUs per node, else the allocated ones, else the tasks per node; None if no count is set.
 
     With `--exclusive`, all GPUs of a node are allocated, even if fewer were requested.
     """
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"):
-        # May include the type, as in `h200:8`.
+        # The value may include the GPU type, as in `h200:8`.
         count = env.get(name, "").rpartition(":")[2]
         if count.isdigit() and int(count):
             return int(count)

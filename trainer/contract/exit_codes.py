@@ -1,18 +1,18 @@
-"""Exit codes of launcher and ranks (docs/reference/exit-codes.md), and the signals that stop a run."""
+"""Exit codes of the launcher and the ranks (docs/reference/exit-codes.md), and the signals that stop a run."""
 
 import signal
 from collections.abc import Sequence
 
 EXIT_OK, EXIT_FAILED = 0, 1
 EXIT_USAGE = 2
-"""A user error; `UserError.exit_code` repeats it, because trainer.config does not import this package."""
+"""Exit code for user errors; `UserError.exit_code` repeats it, because trainer.config does not import this package."""
 EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL of sysexits.h: the run was saved and should be restarted."""
+"""EX_TEMPFAIL from sysexits.h: the run was saved and should be restarted."""
 EXIT_RESTART = 77
 """Exit code of a rank that has written a restart note (trainer/contract/restart_record.py)."""
 
 REPORT_DELAY_S = 3.0
-"""Delay before a rank without a message exits, because mpirun and torchrun stop all ranks once one exits."""
+"""Delay before a rank that prints no message exits, because mpirun and torchrun stop all ranks once one exits."""
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run after a save; the launcher forwards them to the ranks."""
@@ -33,10 +33,10 @@ def is_stop_status(code: int) -> bool:
 
 
 def to_exit_code(status: int) -> int:
-    """Convert a status of `subprocess` to the exit code of a shell: 128 + N for signal N."""
+    """Convert a return code from `subprocess` to a shell's exit code: 128 + N for signal N."""
     return status if status >= 0 else 128 - status
 
 
 def choose_stop_code(signals: Sequence[int], *, at_once: bool = False) -> int:
-    """Return 75 if SIGUSR1 is among the signals, else 128 + the first one (`at_once`: the last one)."""
+    """Return 75 if SIGUSR1 is among the signals, else 128 + the first signal, or the last one if `at_once` is set."""
     return EXIT_PREEMPTED if signal.SIGUSR1 in signals else 128 + signals[-1 if at_once else 0]

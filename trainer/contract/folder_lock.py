@@ -1,8 +1,8 @@
-"""The lock of an output folder, OUTPUT_DIR/logs/lock.json, which allows one run at a time.
+"""Lock an output folder with OUTPUT_DIR/logs/lock.json, so that only one run uses it at a time.
 
 The file lists its holders: the launcher and, once it has joined, rank 0; without our launcher, only rank 0. It is
-created with O_EXCL, which also works on network file systems. A thread of each holder touches it every few seconds.
-Holders on this machine are identified by process and start time. Holders elsewhere are considered dead once the
+created with O_EXCL, which also works on network file systems. A thread in each holder touches it every few seconds.
+Holders on this machine are identified by process ID and start time. Holders elsewhere are considered dead once the
 file's mtime has not changed for STALE_S by the local clock. `check` raises FolderLostError in a holder that lost its
 lock because it was stopped or disconnected.
 """
@@ -29,11 +29,11 @@ LOCK_FILE = "lock.json"
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 BEAT_S = 5.0
 STALE_S = 120.0
-"""Exceeds the time that network file systems cache attributes (60 s), and that libraries block Python threads."""
+"""Longer than network file systems cache attributes (60 s), and longer than libraries block Python threads."""
 WAIT_S = 900.0
-"""How long a restarted job waits for an earlier one that is still alive."""
+"""Maximum time that a restarted job waits for its earlier attempt to exit."""
 POLL_S = 1.0
-# Network file systems show files of other hosts with a delay.
+# Network file systems show files from other hosts with a delay.
 MAX_DELAY_S = 30.0
 
 
@@ -58,11 +58,11 @@ class Holder:
 @dataclass(frozen=True)
 class Lock:
     token: str
-    """Unique for every run."""
+    """Unique for each run."""
     since: str
     job: str
     restarts: int
-    """Number of restarts of the job by the scheduler."""
+    """Number of times that the scheduler restarted the job."""
     holders: tuple[Holder, ...]
     beat: int = 0
     """Modification time of the file in nanoseconds, set by every heartbeat."""
@@ -86,7 +86,7 @@ class Lock:
         return True if any(states) else None if not states or None in states else False
 
     def is_predecessor_of(self, other: "Lock") -> bool:
-        """Return whether this lock belongs to an earlier start of the same job, which the scheduler has terminated."""
+        """Return whether this lock belongs to an earlier attempt of the same job, terminated by the scheduler."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
 
@@ -102,17 +102,17 @@ class FolderLock:
 
     @classmethod
     def acquire(cls, run_dir: Path, *, resumes: bool, say: Callable[[str], None]) -> "FolderLock":
-        """Lock the folder, which is created if it does not exist.
+        """Lock the folder, creating it if it does not exist.
 
-        Takes over a lock of dead holders. Waits for a live holder that is an earlier start of this job or, under a
-        scheduler, if this job resumes from any checkpoint (`resumes`). Raises UserError if the folder stays locked.
+        Takes over the lock if its holders are dead. Waits for a live holder that is an earlier attempt of this job or,
+        under a scheduler, if `resumes` is set. Raises UserError if the folder stays locked.
         """
         path, lock, watch = get_lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
         deadline, reported = time.monotonic() + WAIT_S, ""
         while not _create(path, lock):
             held = _read_lock(path)
             if held is None:
-                continue  # released in the meantime
+                continue  # just released
             alive = watch.is_alive(held)
             if alive is False:
                 say(f"note: output_dir={run_dir}: its last run ({held.describe()}) was killed; taking over its lock")
@@ -129,7 +129,7 @@ class FolderLock:
 
     @classmethod
     def join(cls, run_dir: Path, token: str) -> "FolderLock | None":
-        """Join the launcher's lock `token` as a holder; return None if its folder is not visible on this host.
+        """Join the launcher's lock `token` as a holder; return None if the lock is not visible on this host.
 
         Raises FolderLostError if another run has taken over the folder.
         """
@@ -153,7 +153,7 @@ class FolderLock:
         return not self._is_lost
 
     def check(self) -> None:
-        """Raise FolderLostError if another run has taken over the folder; call this before writing to it."""
+        """Raise FolderLostError if another run has taken over the folder; call this before writing to the folder."""
         if not self._still_holds():
             raise _build_lost_error(self._run_dir, _read_lock(self._path))
 
@@ -179,7 +179,7 @@ class FolderLock:
                 self._is_lost = held.token != self.token
                 break
             else:
-                # Incomplete: this run's other holder, its thread, or another run is writing it.
+                # The file is incomplete: another thread, another holder or another run is writing it.
                 time.sleep(0.01)
         return not self._is_lost
 
@@ -205,7 +205,7 @@ def get_lock_path(run_dir: Path) -> Path:
 
 
 def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
-    """Raise UserError if a live run of this machine holds the folder, without writing anything."""
+    """Raise UserError if a live run on this machine holds the folder, without writing anything."""
     try:
         held = _read_lock(get_lock_path(run_dir))
     except OSError:
@@ -215,7 +215,7 @@ def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
-    """Return whether another rank's lock is visible here; wait for network file systems that show it late."""
+    """Return whether another rank's lock is visible here, allowing for the delay of network file systems."""
     held = _read_delayed(run_dir, lambda lock: lock.token == token)
     return held is not None and held.token == token
 
@@ -283,13 +283,13 @@ def _create(path: Path, lock: Lock) -> bool:
 def _read_lock(path: Path) -> Lock | None:
     """Return the lock; None if the file does not exist.
 
-    An incomplete or damaged lock has no holders. Raises UnreadableFileError for a folder or pipe, OSError for errors of
-    the file system.
+    An incomplete or damaged lock has no holders. Raises UnreadableFileError for a folder or pipe, and OSError for file
+    system errors.
     """
     if path.exists() and not path.is_file():
         raise UnreadableFileError(path, f"is a {'folder' if path.is_dir() else 'pipe or device'}", "move it away")
     try:
-        # Opening makes network file systems ask their server.
+        # Opening the file makes network file systems query their server.
         with path.open("rb") as file:
             content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
@@ -301,7 +301,7 @@ def _read_lock(path: Path) -> Lock | None:
 
 
 def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | None:
-    """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S`."""
+    """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S` seconds."""
     deadline = time.monotonic() + MAX_DELAY_S
     while True:
         held = _read_lock(get_lock_path(run_dir))
@@ -311,7 +311,7 @@ def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | No
 
 
 def _remove(path: Path, token: str) -> None:
-    """Remove the dead lock `token`, but not a new lock that has replaced it."""
+    """Remove the dead lock with this token, but not a new lock that has replaced it."""
     aside = path.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
     try:
         os.rename(path, aside)  # only one of several processes that see the same dead lock succeeds

@@ -1,9 +1,9 @@
 """Heartbeats of the ranks, read by other ranks, the launcher and `zerolora status`.
 
-logs/heartbeat-N.json    a line of JSON, overwritten every second or two by a thread of rank N, and a line with the
+logs/heartbeat-N.json    a line of JSON, overwritten every second or two by a thread in rank N, and a line with the
                          first and the current step, overwritten at the start of each step, so that the step of a killed
                          rank is known
-logs/hang.json           the ranks' verdict on a hanging run: the ranks that are behind, and their position
+logs/hang.json           the ranks' report on a hung run: which ranks are behind, and their positions
 
 All hosts must share the folder; trainer/parallel/ranks/agreement.py checks this.
 """
@@ -34,10 +34,10 @@ LINE_BYTES, STEP_BYTES = 768, 32
 MAX_BYTES, MAX_STEPS = 1 << 16, 2**63
 ExitCode = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 BUILD_LOCK = "an extension build's lock (`zerolora doctor` shows it)"
-"""The `place` of a rank that waits for another process to compile an operator."""
+"""The `place` of a rank that is waiting for another process to compile an operator."""
 VERDICT_FILE = "hang.json"
 STACK_MARK = "Python stack of rank"
-"""Prefix of the line before the stack that a hanging rank writes to its log."""
+"""Prefix of the line before the stack that a hung rank writes to its log."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Heartbeat:
     """Nested phases such as "save/gather"; empty between phases."""
     collective: str | None
     place: str | None
-    """Innermost line of zerolora's code, once the rank has stayed there."""
+    """Innermost line of zerolora's code in the stack; None while the rank makes progress."""
     collectives_begun: int | None
     idle_s: Seconds
     """Seconds since the last progress."""
@@ -66,7 +66,7 @@ class Heartbeat:
     first_step: Count = 0
     """First optimizer step of this process; 0 before it begins."""
     device_reached: int | None = None
-    """Last mark that the rank's GPU reached (trainer/parallel/ranks/watchdog.py), once it has stayed there."""
+    """Last mark that the GPU reached (trainer/parallel/ranks/watchdog.py); None while the rank makes progress."""
 
     @classmethod
     def missing(cls, rank: int) -> "Heartbeat":
@@ -100,7 +100,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Hang:
-    """Holds the ranks' verdict on a hanging run."""
+    """The ranks' report on a hung run."""
 
     ranks: Annotated[list[Count], Field(min_length=1)]
     """Ranks that are behind."""
@@ -108,12 +108,12 @@ class Hang:
 
 
 def read_hang(logs: Path) -> Hang | None:
-    """Return the ranks' verdict; None if it does not exist or cannot be read."""
+    """Return the hang report that the ranks wrote; None if it is missing or unreadable."""
     return read_json_or_default(logs / VERDICT_FILE, Hang)
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
-    """Return the last heartbeat of each rank, except incomplete and damaged ones."""
+    """Return each rank's last heartbeat, omitting incomplete and damaged heartbeats."""
     beats: dict[int, Heartbeat] = {}
     try:
         paths = list(logs.glob("heartbeat-*.json"))
@@ -197,18 +197,18 @@ class HeartbeatFolder:
         return {rank: beat for rank, beat in read_heartbeats(self._logs).items() if rank < self._world_size}
 
     def read_verdict(self) -> Hang | None:
-        """Return the verdict on this run; None if no rank has written one."""
+        """Return this run's hang report; None if no rank has written one."""
         return read_hang(self._logs) if self._is_decided() else None
 
     def _is_decided(self) -> bool:
-        """Return whether a rank has written a verdict on this run; it may still be incomplete."""
+        """Return whether a rank has written a hang report for this run; the report may still be incomplete."""
         try:
             return (self._logs / VERDICT_FILE).stat().st_mtime >= self._started - 1.0
         except OSError:
             return False
 
     def write_verdict(self, verdict: Hang) -> bool:
-        """Write a verdict; return False if another rank has already written one."""
+        """Write the hang report; return False if another rank has already written one."""
         path = self._logs / VERDICT_FILE
         if not self._is_decided():
             path.unlink(missing_ok=True)

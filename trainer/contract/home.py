@@ -1,4 +1,4 @@
-"""Folder with configs/, slurm/ and pyproject.toml: the checkout, or the copy that setup.py puts in a wheel."""
+"""Locate configs/, slurm/ and pyproject.toml: in the checkout, or in the copy that setup.py adds to a wheel."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Records shared by launcher and trainer: lines of metrics.jsonl, runs in sweep.json, checks of `zerolora doctor`."""
+"""JSON shared by launcher and trainer: lines in metrics.jsonl, runs in sweep.json, checks by `zerolora doctor`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,12 +20,12 @@ _Schema = dict[str, _Number | _Whole | None]
 SWEEP = "sweep.json"
 
 MARK = "zerolora-doctor: "
-"""Prefix of the line of JSON in which a process of `zerolora doctor` prints its results."""
+"""Prefix of the line of JSON in which a subprocess of `zerolora doctor` prints its results."""
 State = Literal["OK", "WARN", "FAIL"]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
-    """Return the metrics of a step from a line of metrics.jsonl; raises UnreadableFileError for an invalid line."""
+    """Parse a line of metrics.jsonl into the metrics of a step. Raises UnreadableFileError for an invalid line."""
     record: Record = parse_json(line, path, _Schema)
     step = record.get("step")
     if step is None or step < 0:
@@ -37,13 +37,13 @@ def parse_record(line: bytes, path: Path) -> Record:
 class SweptRun:
     folder: str
     digest: str = ""
-    """Digest of its configuration."""
+    """Digest of the run's configuration."""
     exit_code: int | None = None
     settings: list[str] = field(default_factory=list)
 
 
 def read_sweep(folder: Path) -> list[SweptRun]:
-    """Return the recorded runs of a folder; raises UserError if the record is damaged."""
+    """Return the runs recorded in a sweep's folder. Raises UserError if the record is damaged."""
     try:
         return read_json(folder / SWEEP, dict[str, list[SweptRun]]).get("runs", [])
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def read_sweep(folder: Path) -> list[SweptRun]:
 
 
 def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
-    """Add these runs to the record, or replace them in it; keep all others."""
+    """Add runs to the sweep's record, replacing entries for the same folders."""
     folders = {run.folder for run in runs}
     others = [run for run in read_sweep(folder) if run.folder not in folders]
     write_json(folder / SWEEP, {"runs": [asdict(run) for run in (*others, *runs)]})
@@ -61,7 +61,7 @@ def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """Holds one row of the table of `zerolora doctor`."""
+    """A row in the table that `zerolora doctor` prints."""
 
     name: str
     state: State

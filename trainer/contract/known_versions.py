@@ -1,6 +1,6 @@
-"""Compare installed libraries with the versions in which we have tested the private APIs that we use.
+"""Compare library versions with those for which we have tested the private APIs that we use.
 
-Private APIs may change within the version ranges of pyproject.toml. A run with untested versions warns once, and a
+Private APIs may change within the version ranges in pyproject.toml. A run with untested versions warns once, and a
 missing private API is an error (`require`), so that no feature is disabled silently. `replaces` marks code that
 replaces library code.
 """
@@ -29,7 +29,7 @@ KNOWN = {
     "lm_eval": ("0.4.13",),
     "compressed-tensors": ("0.20.0",),
 }
-"""Tested versions of the libraries with private APIs that we use, newest last."""
+"""Tested versions of each library from which we use private APIs, newest last."""
 
 
 def get_release(library: str) -> str | None:
@@ -39,7 +39,7 @@ def get_release(library: str) -> str | None:
 
 
 def describe_untested() -> list[str]:
-    """Describe each untested library, for example `transformers 5.24.0 (tested: 5.17.0, 5.23.0)`."""
+    """Describe each library with an untested version, such as `transformers 5.24.0 (tested: 5.17.0, 5.23.0)`."""
     return [
         f"{library} {release} (tested: {', '.join(tested)})"
         for library, tested in KNOWN.items()
@@ -54,7 +54,7 @@ def build_version_warning() -> str | None:
 
 
 def build_api_error(library: str, what: str) -> UserError:
-    """Return the error to raise if a private API of a library has changed."""
+    """Return the error to raise if a library's private API has changed."""
     release, tested = get_release(library), KNOWN[library][-1]
     fix = f"install {library}=={tested}, the tested version"
     if release == tested:  # caused by this model or setting
@@ -63,7 +63,7 @@ def build_api_error(library: str, what: str) -> UserError:
 
 
 def require(owner: object, name: str, library: str) -> Any:
-    """Return the private `owner.name` of `library`; raises UserError if that name does not exist."""
+    """Return the private `owner.name` of `library`. Raises UserError if that name does not exist."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -72,13 +72,13 @@ def require(owner: object, name: str, library: str) -> Any:
 
 
 def replaces(what: str) -> Callable[[Installer], Installer]:
-    """Mark a function or class that replaces `what` of a library; trainer/patches/replacements.yaml has the reason."""
+    """Mark a function or class that replaces `what` in a library; trainer/patches/replacements.yaml says why."""
     return lambda installer: installer
 
 
 @contextmanager
 def patch_attribute(owner: object, name: str, value: Any, library: str) -> Iterator[None]:
-    """Set `owner.name` of `library` to `value` within the block; raises UserError if that name does not exist."""
+    """Set `owner.name` of `library` to `value` within the block. Raises UserError if that name does not exist."""
     before = require(owner, name, library)
     setattr(owner, name, value)
     try:
@@ -89,7 +89,7 @@ def patch_attribute(owner: object, name: str, value: Any, library: str) -> Itera
 
 @contextmanager
 def patch_objects(*changes: tuple[object, str, Any]) -> Iterator[None]:
-    """Set instance attributes, given as (owner, name, value), within the block; they precede methods and parameters."""
+    """Set instance attributes, given as (owner, name, value), within the block; they shadow methods and parameters."""
     before = [vars(owner).get(name) for owner, name, _ in changes]
     for owner, name, value in changes:
         vars(owner)[name] = value

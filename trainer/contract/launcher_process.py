@@ -1,16 +1,16 @@
-"""Watch the `zerolora` process that started this one: ranks exit when their launcher has exited.
+"""Watch the `zerolora` process that started this one: ranks exit once their launcher has exited.
 
-| where                                | evidence that it has exited                            | this process exits |
+| this process runs                    | evidence that the launcher has exited                  | this process exits |
 |                                      |                                                        | within             |
 |--------------------------------------|--------------------------------------------------------|--------------------|
-| the host of the `zerolora` process   | no such process (a stopped one is alive)               | seconds            |
-| below srun, mpirun, deepspeed,       | slurmstepd, orted ... above this process has exited    | seconds            |
-| torchrun, with `zerolora` or without |                                                        |                    |
-| another host                         | the pipe to it is closed, because its ssh has exited   | seconds            |
-| another host                         | logs/launcher-alive, which it touches, does not change | `launcher_timeout` |
+| on the `zerolora` process's host     | no such process (a stopped one is alive)               | seconds            |
+| under srun, mpirun, deepspeed or     | slurmstepd, orted ... above this process has exited    | seconds            |
+| torchrun, with or without `zerolora` |                                                        |                    |
+| on another host                      | the pipe to it is closed, because ssh has exited       | seconds            |
+| on another host                      | logs/launcher-alive, which it touches, does not change | `launcher_timeout` |
 
-A thread checks this, because the main thread may wait in a collective. It also kills child processes. Nothing is saved,
-and an incomplete checkpoint is never renamed into place.
+A thread checks this, because the main thread may be waiting in a collective. It also kills child processes. Nothing is
+saved, and an incomplete checkpoint is never renamed into place.
 """
 
 import os
@@ -33,7 +33,7 @@ VARIABLE = "ZEROLORA_LAUNCHER"
 ALIVE_FILE = "launcher-alive"
 ALIVE_EVERY_S = 5.0
 CHECK_EVERY_S = 1.0
-# Processes of srun and mpirun that start the ranks on each host.
+# Processes that srun and mpirun use to start the ranks on each host.
 DAEMONS = ("slurmstepd", "orted", "orterun", "prted", "prterun", "mpirun", "mpiexec", "hydra_pmi_proxy", "pmi_proxy")
 DAEMON_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 # Set by torchrun and DeepSpeed's launcher. Without these, the parent may be a script that exits normally.
@@ -52,13 +52,13 @@ class ProcessMark:
 
     @classmethod
     def read(cls, pid: int) -> "ProcessMark | None":
-        """Return the mark of a process of this host; None if it has exited."""
+        """Return the identity of a process on this host; None if it has exited."""
         fields = read_stat(pid)
         return None if fields is None else cls(_read_kernel_id(), pid, fields[19])
 
     @classmethod
     def parse(cls, text: str) -> "ProcessMark | None":
-        """Parse a mark written by `str`; return None for any other string."""
+        """Parse the result of `str`; return None for any other string."""
         words = text.split("/")
         return cls(words[0], int(words[1]), words[2]) if len(words) == 3 and words[1].isdigit() else None
 
@@ -70,7 +70,7 @@ class ProcessMark:
         return self.kernel == _read_kernel_id()
 
     def is_alive(self) -> bool | None:
-        """Return whether the process runs and is not a zombie; None if it is not visible."""
+        """Return whether the process is running and not a zombie; None if it is not visible."""
         if not self.is_visible():
             return None
         fields = read_stat(self.pid)
@@ -100,7 +100,7 @@ def keep_alive_file(logs: Path, ended: threading.Event) -> None:
 
 
 class LauncherWatch:
-    """Exits this process when its launcher has exited."""
+    """Exits this process once its launcher has exited."""
 
     def __init__(self, environment: Mapping[str, str], *, is_rank: bool) -> None:
         self._launcher = ProcessMark.parse(environment.get(VARIABLE, ""))
@@ -121,7 +121,7 @@ class LauncherWatch:
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
     def find_lost_launcher(self) -> str | None:
-        """Describe the process or connection that was lost; return None if none was."""
+        """Describe the lost launcher process or connection; return None if neither is lost."""
         launcher, starter = self._launcher, self._starter
         if launcher is not None and launcher.is_alive() is False:
             return f"the zerolora process {launcher.pid}, which started this one, has exited"
@@ -138,7 +138,7 @@ class LauncherWatch:
             return False
         touched = self._seen[0] if self._seen else None
         try:
-            # Opening makes network file systems refresh the time, which is only compared with its earlier value.
+            # Opening the file makes network file systems refresh its mtime, which is only compared with earlier values.
             with self._file.open("rb") as file:
                 touched = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:

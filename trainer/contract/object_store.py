@@ -1,8 +1,8 @@
-"""Copy files from and to object stores (s3://, gs://, hf:// and others, through fsspec).
+"""Copy files to and from object stores (s3://, gs://, hf:// and others, through fsspec).
 
 A run with such an `output_dir` works in a local copy: `fetch_run` downloads checkpoints that the copy lacks, and
-`upload_run` uploads what the store lacks. COMPLETE, which has the checksums of a checkpoint, is copied last and deleted
-first, so that resuming skips a checkpoint with an interrupted upload, as on a disk.
+`upload_run` uploads files that the store lacks. COMPLETE, which contains a checkpoint's checksums, is copied last and
+deleted first, so that a resumed run skips a partially uploaded checkpoint, as on a local disk.
 """
 
 import json
@@ -25,7 +25,7 @@ VERSION = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime"
 
 @contextmanager
 def open_store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the file system and path of a URL. Convert errors to UserErrors prefixed with `named` or the URL."""
+    """Yield the file system and path for a URL. Convert errors to UserErrors prefixed with `named` or the URL."""
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -49,7 +49,7 @@ def _is_not_last(name: str) -> bool:
 
 
 def _list_files(system: Any, root: str) -> dict[str, Any]:
-    """Return the entries below `root` by relative path ("" if `root` is a file), except paths that leave `root`."""
+    """Return the entries below `root` by relative path ("" if `root` is a file), except paths outside `root`."""
     entries = {path.removeprefix(root).strip("/"): entry for path, entry in system.find(root, detail=True).items()}
     return {name: entry for name, entry in entries.items() if ".." not in name.split("/")}
 
@@ -61,7 +61,7 @@ def _download(system: Any, root: str, names: Iterable[str], target: Path) -> Non
 
 
 def fetch_data(url: str, named: str) -> Path:
-    """Return a local copy of a file or folder, downloaded again after any change. Raises UserError if it is missing."""
+    """Return a local copy of a file or folder, downloaded again if it changed. Raises UserError if it is missing."""
     target = get_local_copy(url)
     record = target.with_name(f".{target.name}.versions")
     with open_store(url, named) as (system, root):
@@ -80,7 +80,7 @@ def fetch_data(url: str, named: str) -> Path:
 
 
 def open_run(text: str) -> Path:
-    """Return the local folder of a run or checkpoint. Fetch it first if it is in an object store."""
+    """Return the local folder of a run or checkpoint, fetching it first if it is in an object store."""
     if not is_remote(text):
         return Path(text)
     folder = get_local_copy(text)
@@ -103,7 +103,7 @@ def _find_newest_step(checkpoints: set[str]) -> int:
 
 
 def fetch_run(run_dir: Path) -> None:
-    """Download the checkpoints that the copy lacks, and the other files if the store has a newer checkpoint."""
+    """Download checkpoints that the local copy lacks, and other files if the store has a newer checkpoint."""
     if (url := get_remote_url(run_dir)) is None:
         return
     with open_store(url, f"output_dir={url}") as (system, root):
@@ -115,7 +115,7 @@ def fetch_run(run_dir: Path) -> None:
 
 
 def upload_run(run_dir: Path) -> str | None:
-    """Upload what the store lacks from a run's local copy. Return the store's URL, or None if `run_dir` is not a copy.
+    """Upload new checkpoints and results from a run's local copy. Return its URL, or None if `run_dir` is not a copy.
 
     Deletes stored checkpoints that are missing locally: this run downloaded them, then moved or deleted its copies.
     """

@@ -1,4 +1,4 @@
-"""Check, before a result is computed, that its file can be written; describe disk errors."""
+"""Check that a result file can be written before the result is computed; describe disk errors."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from trainer.config import UserError
 from trainer.config.files import read_bytes, read_json_or_default
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers only have the number in their message
+_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers report the number only in their messages
 
 
 def check_output_file(path: Path, named: str) -> None:
@@ -69,7 +69,7 @@ def describe_disk(path: Path) -> str:
 
 @contextmanager
 def collect_disk_errors(failures: list[str], path: Path) -> Iterator[None]:
-    """Append disk errors in the block to `failures` instead of raising them; `path` is on that disk."""
+    """Append disk errors in the block to `failures` instead of raising them; `path` is any path on that disk."""
     try:
         yield
     except Exception as error:  # tokenizers raises plain Exception

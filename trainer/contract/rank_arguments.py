@@ -1,8 +1,8 @@
-"""Arguments that the launcher passes to ranks in addition to settings: the typed command, and the start message.
+"""Arguments that the launcher passes to ranks in addition to settings: the typed command and the start message.
 
-A prestarted rank imports during the checks and then waits. Its standard input is a socket to the launcher. Rank 0 runs
-the checks and sends CHECKED, or exits with their exit code. Once the launcher holds the lock of the run's folder, it
-sends every rank a StartMessage.
+A prestarted rank imports libraries during the checks and then waits. Its standard input is a socket to the launcher.
+Rank 0 runs the checks and sends CHECKED, or exits with the checks' exit code. Once the launcher has locked the run's
+folder, it sends every rank a StartMessage.
 """
 
 import base64
@@ -19,7 +19,7 @@ TYPED = "--typed"
 """Option with the command typed by the user, for the run's record and for resuming."""
 RESUME = "training.resume_from_checkpoint"
 PRESTARTED = "--prestarted"
-"""Marks a prestarted rank, which only has the configuration and its overrides as arguments."""
+"""Flag for a prestarted rank, which otherwise receives only the configuration and its overrides."""
 CHECKED = b"checked\n"
 
 
@@ -39,7 +39,7 @@ def get_typed_command(argv: Sequence[str]) -> list[str]:
 
 
 def build_resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
-    """Return the command that resumes this run, which may have started by overwriting an earlier one.
+    """Return the command that resumes this run; `overwrites` means that the run overwrote an earlier one.
 
     If `zerolora` did not start the ranks, the command is unknown, and only the settings to add are returned.
     """
@@ -56,7 +56,7 @@ class StartMessage:
     arguments: list[str]
     """All arguments of the rank."""
     log: str
-    """File for its output until it opens its own log."""
+    """File for the rank's output until the rank opens its own log."""
 
     def send(self, channel: socket.socket) -> None:
         """Start the rank at the other end; ignore a rank that has exited, because its parent detects that."""

@@ -1,6 +1,6 @@
-"""Errors of ranks: rank N writes logs/error-N.json before it exits, and the launcher reads it.
+"""Errors from ranks: rank N writes logs/error-N.json before it exits, and the launcher reads it.
 
-A rank without such a file was killed, or failed before it knew the run's folder; its log may then have a traceback.
+A rank without such a file was killed, or failed before it had read the configuration; its log may have a traceback.
 """
 
 from contextlib import suppress
@@ -20,7 +20,7 @@ class OtherRankError(Exception):
 class RankError:
     rank: Count
     text: str
-    """The message of a user error; `type: message` of other errors."""
+    """The message of a user error; `type: message` for other errors."""
     is_user_error: bool = False
     """Whether the user must change something, so that a restart would fail in the same way."""
     is_consequence: bool = False
@@ -33,12 +33,12 @@ class RankError:
         return cls(rank, text, is_user_error, isinstance(error, OtherRankError))
 
     def write(self, logs: Path) -> None:
-        """Write the file; ignore disk errors, because the log also has the error."""
+        """Write the file; ignore disk errors, because the log also contains the error."""
         with suppress(OSError):
             write_json(logs / f"error-{self.rank}.json", asdict(self))
 
 
 def read_errors(logs: Path) -> dict[int, RankError]:
-    """Return the error of each rank that has written one; damaged files are ignored."""
+    """Return the error of each rank that has written one, ignoring damaged files."""
     errors: list[RankError | None] = [read_json_or_default(path, RankError) for path in logs.glob("error-*.json")]
     return {error.rank: error for error in errors if error is not None}

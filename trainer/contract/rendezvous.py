@@ -1,4 +1,4 @@
-"""Read the rank of a process from the variables of its launcher. Choose the addresses and ports of a run.
+"""Read a process's rank from environment variables, and choose addresses and ports for a run.
 
 | started by                           | rank                 | ranks                 | rank on its host           |
 |--------------------------------------|----------------------|-----------------------|----------------------------|
@@ -7,7 +7,7 @@
 | mpirun of MPICH and Intel MPI (PMI)  | PMI_RANK             | PMI_SIZE              | MPI_LOCALRANKID            |
 | srun                                 | SLURM_PROCID         | SLURM_STEP_NUM_TASKS  | SLURM_LOCALID              |
 
-The first complete row applies: with `mpirun` in a SLURM job, the variables of srun belong to Open MPI's daemon.
+The first complete row applies: with `mpirun` in a SLURM job, srun's variables belong to Open MPI's daemon.
 SLURM_NTASKS is not used, because it is also set in a batch script (with SLURM_PROCID=0), which is not a rank.
 """
 
@@ -48,7 +48,7 @@ def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, i
 
 
 def read_srun_rendezvous(env: Mapping[str, str]) -> tuple[str, int]:
-    """Return the rendezvous address and port of a SLURM step: its first node, and the port of its job."""
+    """Return the rendezvous address and port for a SLURM step: its first node, and its job's port."""
     return parse_first_host(env["SLURM_STEP_NODELIST"]), compute_job_port(int(env["SLURM_JOB_ID"]))
 
 
@@ -82,9 +82,9 @@ def find_free_port() -> int:
 
 
 def describe_port_problem(port: int) -> str:
-    """Return the reason why a port of this host cannot be used; an empty string if it is free."""
+    """Return the reason why a port on this host cannot be used; an empty string if the port is free."""
     with socket.socket() as listener:
-        # As the ranks' store does, so that a recently used port can be reused.
+        # The ranks' store also sets this, so that a recently used port can be reused.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
@@ -98,5 +98,5 @@ def format_port_error(port: int, reason: str, host: str = "this host") -> str:
 
 
 def compute_job_port(job_id: int) -> int:
-    """Return the rendezvous port of a SLURM job, the same on every node, and different for recent jobs."""
+    """Return the rendezvous port for a SLURM job: the same on every node, but different for recent jobs."""
     return FIRST_PORT + job_id % PORTS

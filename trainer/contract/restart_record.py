@@ -1,4 +1,4 @@
-"""Restart notes of ranks that ran out of memory, changes to adapters, and the launcher's record, logs/restarts.json.
+"""Restart notes from ranks that ran out of memory, changes to adapters, and the restarts in logs/restarts.json.
 
 A note requests a restart with a smaller micro-batch. The launcher chooses the checkpoint to resume from
 (launcher/supervision/restarts.py).
@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"checkpoint-[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class RestartNote:
-    """Holds the step that ran out of memory, and the settings to restart with."""
+    """The step that ran out of memory, and the settings for the restart."""
 
     step: Count
     batch_size: Count
@@ -64,7 +64,7 @@ class Restart:
     time: float
     """Seconds since 1970."""
     reason: str
-    """As reported: "rank 1 on gpu-a was killed by signal 9 (SIGKILL) (step 41, phase backward)"."""
+    """As printed: "rank 1 on gpu-a was killed by signal 9 (SIGKILL) (step 41, phase backward)"."""
     step: Count
     """The last step that was started; 0 before the first."""
     checkpoint: str
@@ -75,7 +75,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class AdapterChanges:
-    """Holds the arguments and folder of `zerolora train`, and the changes that `zerolora adapters` made."""
+    """The arguments and folder of `zerolora train`, and the changes made with `zerolora adapters`."""
 
     arguments: list[str]
     working_directory: str
@@ -92,7 +92,7 @@ class AdapterChanges:
 
 
 def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `entries` with the recorded changes; if they already have the changes, their order is kept."""
+    """Return `entries` with the recorded changes; keep their order if they already contain the changes."""
     changes = AdapterChanges.read(run_dir) if entries else None
     if changes is None:
         return list(entries)

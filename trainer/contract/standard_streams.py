@@ -10,7 +10,7 @@ from typing import Any, TextIO
 class Progress:
     """Shows a progress line on a terminal, such as `importing ...`, until the command prints its output.
 
-    The streams of this module and of launcher/entry.py erase it. A pipe or file gets only text shown with `on_pipe`.
+    The streams in this module and launcher/entry.py erase it. A pipe or file only receives text shown with `on_pipe`.
     """
 
     def __init__(self) -> None:
@@ -64,4 +64,4 @@ def open_closed_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, mode)  # gets the lowest free descriptor
+            os.open(os.devnull, mode)  # uses the lowest free descriptor

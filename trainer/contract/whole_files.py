@@ -37,7 +37,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file, or all files below a folder, the umask's mode; safetensors and mkdtemp create private files."""
+    """Set the umask's mode for a file or all files below a folder; safetensors and mkdtemp create private files."""
     folder = path if path.is_dir() else path.parent
     probe = folder / f".mode.{os.getpid()}"
     probe.touch()

@@ -1,7 +1,7 @@
-"""Train several adapters on one base model (`adapters`): each is a `Run` with its own folder; passes are joint.
+"""Train several adapters on one base model (`adapters`) in joint passes; each is a `Run` with its own folder.
 
-A joint step is one step of each adapter, with the same gradient, clipping, schedule and random numbers as in a separate
-run. Each adapter's folder is the same as a separate run's, so each can resume without the others or with new ones.
+A joint step is one step for each adapter, with the same gradient, clipping, schedule and random numbers as in a
+separate run. Each adapter's folder is the same as a separate run's, so an adapter can resume alone or with others.
 """
 
 import copy
@@ -52,7 +52,7 @@ SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp"
 
 
 class AdapterEngine:
-    """Wraps the engine for one adapter's run, with only the adapter's optimizer group and separate step counts."""
+    """Wraps the engine for one adapter's run, with only that adapter's optimizer group and separate step counts."""
 
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine = engine
@@ -204,7 +204,7 @@ class JointRun:
         return [member for member in self._members if not member.has_finished and member.failure is None]
 
     def _finish_done_members(self) -> list[_Member]:
-        """Finish the adapters that have completed their last step, and return those with a next step."""
+        """Finish the adapters that have completed their last step, and return those with steps left."""
         for member in self._list_unfinished():
             if member.run.loop.is_done:
                 self._call_loop(member, Loop.end)
@@ -228,7 +228,7 @@ class JointRun:
         for member, step_in_flight, samples in zip(active, launched, consumed, strict=True):
             self._call_loop(member, partial(Loop.advance, launched=step_in_flight, consumed=samples))
             self._call_loop(member, Loop.after_step)
-        # Show the mean loss; each adapter's metrics have its own.
+        # Show the mean loss; each adapter's metrics contain its own loss.
         latest = [member.run.loop.latest for member in active]
         losses = [result.loss for result in latest if result is not None]
         loss = sum(losses) / len(losses) if losses else math.nan
@@ -256,7 +256,7 @@ class JointRun:
         self._guard.waiting.add(member.index)
 
     def _launch(self, active: Sequence[_Member]) -> tuple[list[StepInFlight], list[int]]:
-        """Launch a joint step. Return, for each adapter, the step and the number of samples consumed on all ranks."""
+        """Launch a joint step. Return each adapter's step, and its number of samples consumed across all ranks."""
         ranks, device, engine = self._ranks, self._engine.device, self._engine
         fetched = [member.run.loop.fetch() for member in active]
         batches: list[Sequence[MicroBatch]] = [batch for batch, _ in fetched]
@@ -297,7 +297,7 @@ class JointRun:
     ) -> None:  # fmt: skip
         """Run a joint forward and backward pass over the micro-batches of all adapters, and add their losses to `sums`.
 
-        `penalty_scale` multiplies the SCU penalties: the number of micro-steps in the last micro-step, 0 in the others.
+        `penalty_scale` multiplies the SCU penalties: the number of micro-steps in the last micro-step, otherwise 0.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)
@@ -324,7 +324,7 @@ class JointRun:
     def _compute_losses(
         self, active: Sequence[_Member], batches: Sequence[MicroBatch], merged: MicroBatch
     ) -> torch.Tensor:
-        """Return the summed loss of each adapter. Preference pairs use the loss function and beta of their adapter."""
+        """Return the summed loss of each adapter. Preference pairs use their adapter's loss function and beta."""
         engine, loss = self._engine, self._loss
         assert isinstance(loss, TokenLoss)
         if not isinstance(loss, PreferenceLoss):
@@ -337,7 +337,7 @@ class JointRun:
         return torch.stack([each.score(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
 
     def _record(self, codes: dict[int, int]) -> None:
-        """Record folders and exit codes for `zerolora sweep --table`, of all adapters if `codes` is empty."""
+        """Record folders and exit codes for `zerolora sweep --table`, for all adapters if `codes` is empty."""
         if not self._ranks.is_main:
             return
         if self._lock is not None:
@@ -367,7 +367,7 @@ class JointRun:
 def _count_targets(
     batches: Sequence[Sequence[MicroBatch]], requests: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
-    """Return sums over ranks [N, 5], by adapter: target weight, targets, tokens, stop and save requests."""
+    """Return [N, 5] sums over ranks, by adapter: target weight, targets, tokens, stop requests, save requests."""
     rows = []
     for micro_batches, requested in zip(batches, requests, strict=True):
         sizes = [(batch.target_weight, batch.target_count, batch.tokens) for batch in micro_batches]

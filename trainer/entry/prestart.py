@@ -1,6 +1,6 @@
 """Run a prestarted rank (trainer/contract/rank_arguments.py): import, check and wait for the start message.
 
-Every rank imports the libraries. Rank 0 checks the run and prepares the data; the others read the model's files.
+Every rank imports the libraries. Rank 0 checks the run and prepares the data; other ranks read the model's files.
 Training reuses the results. Nothing is written to the run's folder.
 """
 
@@ -29,7 +29,7 @@ from trainer.setup.preflight import prepare_to_resume
 
 
 def main(argv: list[str]) -> int:
-    """Import, run the checks on rank 0, wait, train; return the exit code of the rank or of the checks."""
+    """Import libraries, run the checks on rank 0, wait for the start message, and train; return the exit code."""
     channel = open_channel()
     # The terminal may be closed during the checks, as in `zerolora train c.yaml | head -1`.
     sys.stdout, sys.stderr = open_forgiving_stream(1), open_forgiving_stream(2)
@@ -97,7 +97,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """Suppress notices of libraries, such as DeepSpeed's about a missing GPU and the Hub's about retries."""
+    """Suppress notices from libraries, such as DeepSpeed's about a missing GPU and the Hub's about retries."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -31,7 +31,7 @@ from trainer.setup.preflight import check_folder, prepare
 def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> int:
     """Train; return 0 if done, 1 if failed or hung, 2 for a usage error, 75 if preempted, 128 + signal if stopped.
 
-    Preempted and stopped runs are saved. `prepared` has the data or model files that this process has already prepared.
+    Preempted and stopped runs are saved. `prepared`: data or model files that this process has already prepared.
     """
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     stop, ranks = StopRequest(), Ranks(0, 1, 0)
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> 
             check_not_locked(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         with phase("tokenise"):
             if prepared is not None and prepared.data is not None:
-                check_folder(loaded.config)  # again, because it was not yet locked at the first check
+                check_folder(loaded.config)  # again, because the folder was not yet locked during the first check
             else:
                 prepared = prepare(loaded.config, model_files=prepared)
         with phase("join"):
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> 
 
 
 def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
-    """Acquire or join the lock of the run's folder on rank 0; other ranks wait for it unless the launcher holds it."""
+    """Acquire or join the lock on the run's folder on rank 0; other ranks wait unless the launcher holds the lock."""
     run_dir = Path(config.output_dir)
 
     def take() -> FolderLock:
@@ -80,7 +80,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
             resumes = config.training.resume_from_checkpoint == "auto"
             lock = FolderLock.acquire(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
         if token is None:
-            # Heartbeats of an earlier run, which a launcher would have removed; the other ranks write theirs later.
+            # Heartbeats from an earlier run, which a launcher would have removed; other ranks write theirs later.
             clear_heartbeats(run_dir / "logs")
         return lock
 
@@ -136,7 +136,7 @@ def _record_error(error: Exception, config: RunConfig, ranks: Ranks, lock: Folde
 
 
 def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
-    """Print the error on one rank per host, because files may be missing on some hosts; return the exit code."""
+    """Print the error on one rank per host, because files may be missing on some hosts; return its exit code."""
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{get_host_name()}: "
         if logs is not None:

@@ -1,7 +1,7 @@
 """Keep zerolora's console output separate from the output of libraries.
 
 A rank's file descriptors 1 and 2 are redirected to `logs/rank-N.log` before heavy imports, so that all prints,
-warnings, log records and messages of C++ and NCCL go there. Only the Console returned by `open_console` still reaches
+warnings, log records and messages from C++ and NCCL go there. Only the Console returned by `open_console` still reaches
 the terminal, and only on rank 0.
 """
 
@@ -64,7 +64,7 @@ def open_console(
     """Redirect this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console for our output.
 
     Rank 0 writes to the original stdout, or to `console_path`: the number of an inherited descriptor, or a file, which
-    is treated as a terminal of `width` columns if `terminal` is set. Other ranks write to their log. Call this once,
+    is treated as a terminal of `width` columns if `terminal` is set. Other ranks write to their logs. Call this once,
     before importing torch.
 
     Raises OSError if the log or `console_path` cannot be opened.
@@ -89,10 +89,10 @@ def open_console(
 
 
 class Output:
-    """Prints the messages of a run on rank 0: all of them to its log, and those that users need to the console.
+    """Prints a run's messages on rank 0: all messages to the log, and those that users need also to the console.
 
     Until `is_starting` is cleared at the first step, the console shows only warnings and messages passed to `show`, or
-    all messages if `verbose`. A message that begins with `[yellow]` or `warning:` is a warning.
+    all messages if `verbose` is set. A message that begins with `[yellow]` or `warning:` is a warning.
     """
 
     def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:
@@ -110,11 +110,11 @@ class Output:
         self._print(message, on_console=is_warning or self._verbose or not self.is_starting)
 
     def show(self, message: str) -> None:
-        """Print a message even before the first step, unless another adapter of the same run already does."""
+        """Print a message even before the first step, unless another adapter in the same run prints it."""
         self._print(message, on_console=self.shows_start or self._verbose)
 
     def repeat_warnings(self) -> None:
-        """Print the warnings again, because the lines of later steps have scrolled them out of view."""
+        """Print the warnings again, because later output has scrolled them out of view."""
         count = len(self.warnings)
         if count:
             self.show(f"{format_count(count, 'warning')} in this run:")

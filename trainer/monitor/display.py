@@ -18,7 +18,7 @@ LINES_WITH_BAR = 20
 """Number of step lines per run that are printed above the bar."""
 _FORMATS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 NO_RATE = "0.00e+00"
-"""A learning rate of 0, which a warm-up begins with."""
+"""A learning rate of 0, with which a warm-up begins."""
 BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
 

@@ -21,7 +21,7 @@ MIN_SHOWN_S = 0.05
 HISTORY_STEPS = 100
 """Number of previous losses with which a loss is compared."""
 MIN_HISTORY = 20
-"""Minimum number of previous losses for a comparison, and of steps between two warnings."""
+"""Minimum number of previous losses for a comparison, and of steps between warnings."""
 SPIKE_STDS = 8.0
 SPIKE_FRACTION = 0.2
 MAD_TO_STD = 1.4826
@@ -30,14 +30,14 @@ MAD_TO_STD = 1.4826
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """Holds the results of a step, copied to the host."""
+    """The results of a step, copied to the host."""
 
     number: int
     loss: float
     grad_norm: float
     seconds: float
     is_logged: bool
-    """Whether its metrics are logged; the same on every rank."""
+    """Whether the step's metrics are logged; the same on every rank."""
 
 
 class Hook:
@@ -50,17 +50,17 @@ class Hook:
         """Called before the micro-batches of a step are fetched."""
 
     def with_batches(self, step: int, batches: Sequence[Any]) -> None:
-        """Called with this rank's micro-batches of a step; again if the step is repeated with smaller micro-batches."""
+        """Called with this rank's micro-batches for a step; called again if the step is repeated with smaller ones."""
 
     def after_launch(self, step: int) -> None:
-        """Called when the step has been launched; on a GPU its results are not known yet."""
+        """Called once a step has been launched; on a GPU, its results are not available yet."""
 
     def after_step(self, step: FinishedStep) -> Mapping[str, float]:
-        """Return metrics of a finished step; on a GPU, called after the next step is launched."""
+        """Return metrics for a finished step. On a GPU, this is called after the next step is launched."""
         return {}
 
     def between_steps(self, step: int, finish_step: Callable[[], None]) -> None:
-        """Called after a step; slow hooks first call `finish_step`, so that their time does not count as step time."""
+        """Called after a step. Slow hooks call `finish_step` first, so that their time does not count as step time."""
 
     def finish(self) -> None:
         """Called after the last step."""
@@ -119,7 +119,7 @@ class SkippedRecords(Hook):
 
 
 class History(Protocol):
-    """Holds a run's recent losses, which checkpoints save."""
+    """A run's recent losses, which checkpoints save."""
 
     latest_losses: list[float]
     spikes: int
@@ -137,7 +137,7 @@ class SpikeWatch(Hook):
         return {"train/spikes": float(self._history.spikes)}
 
     def check(self, step: int, loss: float, grad_norm: float) -> bool:
-        """Return whether the loss of a step is a spike; warn at most once in `MIN_HISTORY` steps."""
+        """Return whether the loss of a step is a spike; warn at most once every `MIN_HISTORY` steps."""
         is_spike, history = False, self._history.latest_losses
         if len(history) >= MIN_HISTORY:
             median_loss = median(history)
@@ -162,7 +162,7 @@ class SpikeWatch(Hook):
 
 @replaces("the call of experts, to read its arguments")
 class ExpertLoad(Hook):
-    """Counts the training tokens of each expert between two calls of `values`, on the device."""
+    """Counts, on the device, the training tokens routed to each expert between calls to `values`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [module for module in find_expert_modules(model).values() if not takes_all_tokens(module)]

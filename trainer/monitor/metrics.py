@@ -130,7 +130,7 @@ class Metrics:
         self._trackers.log_image(step, f"samples/{name}", image)
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:
-        """Update the progress bar; cheap enough for every step. `values` may lack any metric."""
+        """Update the progress bar; cheap enough for every step. Any metric may be missing from `values`."""
         self._display.update(step, values)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Metrics:
 
 
 def read_gpu() -> dict[str, float]:
-    """Return gpu/utilization (in % of the time), gpu/power_watts and gpu/memory_gib (of all processes), if known."""
+    """Return gpu/utilization (% of the time), gpu/power_watts and gpu/memory_gib (of all processes), if available."""
     import torch  # not needed by readers of metrics.jsonl
 
     values: dict[str, float] = {}

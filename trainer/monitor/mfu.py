@@ -2,10 +2,10 @@
 
 F = T (4 P + 6 Q) + K (4 or 6) H + 6 sum over attention layers and documents of L^2 D
 
-T tokens, P frozen and Q trained weights of the linear layers (2 each forward, 2 for the input gradient, 2 for the
-weight gradient), K tokens with loss, H weights of the output head, L tokens of a document, D = heads x head size
-(causal: half of the square forward, twice as much backward). Not counted: recomputation, norms, activation functions,
-the scan of state-space layers, the optimizer, and experts to which a token is not routed.
+T: tokens; P, Q: frozen and trained weights in the linear layers (2 each forward, 2 for the input gradient, 2 for the
+weight gradient); K: tokens that contribute to the loss; H: weights in the output head; L: tokens in a document; D =
+heads x head size (causal: half of the square forward, twice as much backward). Not counted: recomputation, norms,
+activation functions, the scan in state-space layers, the optimizer, and experts to which a token is not routed.
 """
 
 import math
@@ -44,7 +44,7 @@ def find_peak_flops(card: str, precision: str) -> float | None:
 
 
 class StepFlops:
-    """Counts the FLOPs of this rank's micro-batches; inspects the model (which may be partitioned) only once."""
+    """Counts the FLOPs for this rank's micro-batches. Inspects the model, which may be partitioned, only once."""
 
     def __init__(self, model: nn.Module) -> None:
         inner = find_base_model(model)
@@ -52,7 +52,7 @@ class StepFlops:
         config = inner.config.get_text_config()
         self.per_token = self.per_target = 0.0
         self.attention: dict[int | None, int] = {}
-        """Sum of heads x head size over the layers, by sliding window (or None)."""
+        """Sum of heads x head size over the layers, by sliding window size (or None)."""
         for name, module in inner.named_modules():
             if is_attention(module):
                 window = getattr(module, "sliding_window", getattr(config, "sliding_window", None)) or None
@@ -76,7 +76,7 @@ class StepFlops:
             total += self.per_token * int(weights.sum())
             total += self.per_target * batch.target_count
             heads = 1.0
-            # With a sequence shared by several ranks, this rank computes some heads of the full sequence.
+            # If several ranks share a sequence, this rank computes some heads for the full sequence.
             if batch.sequence is not None and batch.cu_seqlens is not None:
                 positions = torch.cat([torch.arange(length) for length in batch.cu_seqlens.diff().tolist()])
                 weights, heads = torch.ones_like(positions), 1.0 / batch.sequence.size
@@ -111,7 +111,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 class MfuMeter(Hook):
-    """Measures `perf/mfu` of this rank; counts the next step while the previous one may still be running."""
+    """Measures `perf/mfu` on this rank; may count the next step's FLOPs while the previous step is still running."""
 
     def __init__(self, flops: StepFlops, peak: float) -> None:
         self._flops = flops

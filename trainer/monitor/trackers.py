@@ -20,7 +20,7 @@ from trainer.contract.whole_files import write_json
 from trainer.monitor.report.recorded import flatten
 
 IDENTITY_FILE = "tracker-ids.json"
-"""File with the run's id in each service, so that a resumed run continues there."""
+"""File with the run's ID in each service, so that a resumed run continues there."""
 # TensorBoard sorts groups by name, capital letters first, so these tags come before eval/bpt.
 TOP_TAGS = {"train/loss": "Loss/training", "eval/loss": "Loss/held out"}
 CHARTS = {"Loss": {"training and held out": ["Multiline", ["train/loss", "eval/loss"]]}}
@@ -32,10 +32,10 @@ class OpenRun:
     identity: str
     """The run's ID; empty if the service needs no ID."""
     log: Write
-    """Records values of a step."""
+    """Function that logs values for a step."""
     finish: Callable[[], object]
     wrap_image: Callable[[Any], Any] | None = None
-    """Converts an image (PIL) to a value for `log`; None if the service logs no images."""
+    """Function that converts a PIL image to a value for `log`; None if the service logs no images."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Trackers:
         say: Callable[[str], None],
         first_step: int,
     ) -> None:
-        """Open a run in each service, or resume the run of `run_dir`; `settings` are logged as hyperparameters.
+        """Open a run in each service, or resume the run in `run_dir`; `settings` are logged as hyperparameters.
 
-        `first_step` is the number of steps before this start.
+        `first_step` is the number of steps completed before this run was started or resumed.
         """
         self._say, path = say, run_dir / IDENTITY_FILE
         name = logging.run_name or run_dir.resolve().name

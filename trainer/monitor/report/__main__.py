@@ -1,4 +1,4 @@
-"""`zerolora report RUN [RUN ...] [--open]`: write the page of a run, or a page that compares several runs."""
+"""`zerolora report RUN [RUN ...] [--open]`: write a run's report, or a page that compares several runs."""
 
 import sys
 import webbrowser

@@ -1,6 +1,6 @@
 """Build the charts of a run, and render them as SVG.
 
-Lines are drawn in a square of 1000 x 1000 that is stretched to the chart, without stretching stroke widths. Labels are
+Lines are drawn in a 1000 x 1000 square that is stretched to the chart, without stretching stroke widths. Labels are
 HTML text. Colors are CSS variables, so that charts follow the page's light or dark mode.
 """
 
@@ -33,7 +33,7 @@ CHARTS: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml")).tr
 
 @dataclass(frozen=True)
 class Curve:
-    """Holds a series and its style: a `kind` (line, pale, dashed or dots), a CSS class `color` and a legend `label`."""
+    """A series and its style: a `kind` (line, pale, dashed or dots), a CSS class `color` and a legend `label`."""
 
     line: Series
     kind: str
@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Holds curves over the steps. The y-axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
+    """Curves over optimizer steps. The y-axis includes `low` and `high`; `low=0` also allows a logarithmic axis."""
 
     title: str
     unit: str
@@ -53,7 +53,7 @@ class Chart:
     band: tuple[float, float] | None = None
     is_wide: bool = False
     leading: bool = False
-    """Whether the page begins with this chart, as with wide charts."""
+    """Whether this chart is at the beginning of the page, like wide charts."""
 
     @property
     def is_logarithmic(self) -> bool:
@@ -63,7 +63,7 @@ class Chart:
 
 
 def build_charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
-    """Return the charts of charts.yaml that have values; `deadband` is drawn as a band around SCU's target."""
+    """Return the charts in charts.yaml for which there is data; `deadband` is drawn as a band around SCU's target."""
     unit, kept_steps, target = (
         detect_batch_unit(records),
         extract_series(records, "eval/kept_step").values,
@@ -158,7 +158,7 @@ def render_chart(chart: Chart) -> str:
 
 
 def render_template(template: str, **content: Any) -> str:
-    """Render a template of this folder; HTML templates escape their content."""
+    """Render a template in this folder; HTML templates escape their content."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=".html" in template, trim_blocks=True)
     return environment.get_template(template).render(content)
@@ -180,7 +180,7 @@ def _thin_out(line: Series) -> tuple[list[float], list[float]]:
 
 
 def _choose_ticks(low: float, high: float, *, integral: bool = False) -> list[float]:
-    """Return evenly spaced round numbers that include or enclose `low` and `high`."""
+    """Return evenly spaced round numbers that cover the range from `low` to `high`."""
     span = (high - low) or abs(high) or 1.0
     rough = span / TICKS
     power = 10.0 ** math.floor(math.log10(rough))

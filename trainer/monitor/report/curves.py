@@ -16,7 +16,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """Describes the unit in which a task (trainer/tasks/task.py) counts its batches, with labels."""
+    """The unit in which a task (trainer/tasks/task.py) counts its batches, with labels."""
 
     name: str
     samples: str
@@ -38,7 +38,7 @@ IMAGES = BatchUnit("images", "images", "mean squared error", 2)
 
 @dataclass(frozen=True)
 class Series:
-    """Holds a metric over the run: optimizer steps and values, NaN for non-finite values."""
+    """A metric over the run: optimizer steps and values, with NaN for non-finite values."""
 
     steps: Values
     values: Values
@@ -60,7 +60,7 @@ def extract_series(records: list[Record], name: str) -> Series:
 
 
 def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
-    """Return the scores that the base model also has, as {name: (the base model's value, the adapter's series)}."""
+    """Return the scores recorded for both models, as {name: (the base model's value, the adapter's series)}."""
     names = sorted({name[5:] for record in records for name in record if name.startswith("base/")})
     pairs = {name: [extract_series(records, f"{kind}/{name}").finite() for kind in ("base", "eval")] for name in names}
     return {name: (float(base.values[0]), score) for name, (base, score) in pairs.items() if len(base) and len(score)}
@@ -68,7 +68,7 @@ def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """Holds the held-out losses of a run; `after` is the loss of the saved weights, from step `kept_step`."""
+    """The held-out losses of a run; `after` is the loss of the saved weights, which are from step `kept_step`."""
 
     before: float
     after: float

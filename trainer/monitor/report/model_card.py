@@ -1,7 +1,7 @@
-"""Write the model card of an adapter, at the end of training and by `zerolora push`.
+"""Write an adapter's model card, at the end of training and in `zerolora push`.
 
-Cards are uploaded, so they contain no path outside the run's working directory: other local models and data appear as
-the last part of their path. The code in the card in a run's folder runs as is.
+Cards are uploaded, so they contain no path outside the run's working directory: only the last part of the path is shown
+for other local models and data. The code in the card in a run's folder runs as is.
 """
 
 import re
@@ -21,7 +21,7 @@ MARKER = "<!-- zerolora overwrites this card; delete this line to keep your chan
 OLD_MARKER = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
 PEFT_PLACEHOLDER = "[More Information Needed]"
 BAR = 40
-"""Characters of a bar for the score 1."""
+"""Length in characters of the bar for a score of 1."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
@@ -35,7 +35,7 @@ def is_user_written_card(card: Path) -> bool:
 
 
 def get_public_name(name: str) -> str:
-    """Return the Hub ID of a model or dataset, also for a path in the Hub's cache; for local paths, the last part."""
+    """Return the Hub ID of a model or dataset, also for a path in the Hub's cache, or the last part of a local path."""
     short = shorten_cache_path(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
@@ -50,7 +50,7 @@ def format_python_path(name: str, *, is_uploaded: bool = False) -> str:
     """Return the Python expression that passes a model or adapter to `from_pretrained`.
 
     Paths in the working or home directory become relative to it. Other paths, and all paths in uploaded cards, are
-    replaced by a placeholder.
+    replaced with a placeholder.
     """
     if is_on_hub(get_public_name(name)):
         return f'"{get_public_name(name)}"'

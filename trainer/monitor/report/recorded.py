@@ -1,6 +1,6 @@
 """Read the records of a run, and find the settings that differ from their defaults.
 
-All readers raise UserError for an invalid file, with its name.
+All readers raise a UserError that names the file if it is invalid.
 """
 
 import json
@@ -29,7 +29,7 @@ class RunRecord(BaseModel):
     device: str
     device_name: str
     precision: str | None = None
-    """The resolved value of `auto`."""
+    """Precision, with `auto` resolved."""
     python: str
     packages: dict[str, str]
     commit: str | None
@@ -56,7 +56,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def read_answers(path: Path) -> dict[str, dict[str, str]]:
-    """Return {prompt: {before or after: answer}}, or an empty dict if the file does not exist."""
+    """Return {prompt: {"before" or "after": answer}}, or an empty dict if the file does not exist."""
     return _read_if_exists(path, dict[str, dict[str, str]]) or {}
 
 
@@ -66,7 +66,7 @@ def read_times(run_dir: Path) -> dict[str, float]:
 
 
 def record_times(run_dir: Path, seconds: Mapping[str, float], *, resumes: bool) -> None:
-    """Record the seconds of each phase, added to those from earlier starts if the run resumes."""
+    """Record the seconds spent in each phase, including those from earlier attempts if the run resumes."""
     before = read_times(run_dir) if resumes else {}
     names = list(dict.fromkeys([*before, *seconds]))
     write_json(run_dir / TIMES, {name: round(before.get(name, 0.0) + seconds.get(name, 0.0), 3) for name in names})
@@ -109,12 +109,12 @@ def _read_if_exists(path: Path, shape: Any) -> Any:
         raise UserError(f"{path}: {error.problem}; restore the original file, or remove it") from None
 
 
-# Settings that do not change the result; `logging.progress` is replaced in runs of several adapters.
+# Settings that do not change the result; `logging.progress` is replaced in runs with several adapters.
 NOT_SHOWN = ("dataset.cache_dir", "logging.progress")
 
 
 def list_changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
-    """Return (name, value, default) of the changed settings, and all non-null settings as YAML."""
+    """Return (name, value, default) for each changed setting, and all non-null settings as YAML."""
     if not config:
         return [], ""
     values, defaults = flatten(config), _collect_defaults(config)
@@ -134,7 +134,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shorten_cache_path(name: str) -> str:
-    """Return the Hub ID for a path in the Hub's cache. Remove the path of zerolora's cache from other names."""
+    """Return the Hub ID for a path in the Hub's cache; for other names, remove the path of zerolora's cache."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name.rpartition("/.cache/zerolora/")[2]
 

@@ -16,7 +16,7 @@ MAX_SHOWN, SIDE, JPEG_QUALITY = 24, 224, 80
 
 
 def save_sample_image(run_dir: Path, prompt: str, when: str, image: Any) -> None:
-    """Save an image; `when` is before, after, or step-N."""
+    """Save an image; `when` is "before", "after" or "step-N"."""
     folder = run_dir / SAMPLES
     folder.mkdir(exist_ok=True)
     prompts = read_prompts(run_dir)
@@ -35,7 +35,7 @@ def read_prompts(run_dir: Path) -> list[str]:
 
 
 def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
-    """Return pairs of prompt and image files, in the order before, step-N, after."""
+    """Return (prompt, image files) pairs, with the files in the order before, step-N, after."""
     rows = []
     for index, prompt in enumerate(read_prompts(run_dir)):
         rows.append((prompt, sorted((run_dir / SAMPLES).glob(f"{index:02d}-*.png"), key=_sort_key)))
@@ -43,9 +43,9 @@ def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
 
 
 def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (prompt, [(when, `data:` URL)]) of the sample images, omitting unreadable files.
+    """Return (prompt, [(when, `data:` URL)]) for the sample images, omitting unreadable files.
 
-    If there are too many, each prompt shows its first and last image, and evenly spaced images between them.
+    If there are too many, only the first, the last and evenly spaced other images are returned for each prompt.
     """
     rows = find_sample_images(run_dir)[: MAX_SHOWN // 2]
     limit = MAX_SHOWN // max(1, len(rows))

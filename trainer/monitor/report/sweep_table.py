@@ -1,6 +1,6 @@
 """`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and an HTML page.
 
-Runs are ranked by their lowest held-out loss or, without held-out data, by the mean training loss of the last tenth.
+Runs are ranked by their lowest held-out loss or, without held-out data, by the mean training loss over the last tenth.
 Exit code: 0; 1 if a run has no result; 2 for a user error, with one line on stderr.
 """
 
@@ -25,7 +25,7 @@ TAIL_DIVISOR = 10
 
 @dataclass(frozen=True)
 class RunResult:
-    """Holds the result of one run, ranked by its `loss` at `step`. `loss` is None if the run has no result."""
+    """The result of a run, ranked by its `loss` at `step`; `loss` is None if the run has no result."""
 
     folder: Path
     held_out: Series
@@ -55,7 +55,7 @@ def _read_result(folder: Path, exit_code: int | None) -> RunResult:
         loss, step = float(held_out.values[best]), int(held_out.steps[best])
     elif len(training):
         loss = float(training.values[-max(1, len(training) // TAIL_DIVISOR) :].mean())
-    # Array jobs have no recorded exit code.
+    # Runs in array jobs have no recorded exit code.
     is_done = exit_code == 0 or any(folder.glob("adapter_model.safetensors")) or any(folder.glob("model*.safetensors"))
     state = f"exit code {exit_code}" if exit_code else "done" if is_done else "not finished"
     return RunResult(folder, held_out, training, loss, step, state)

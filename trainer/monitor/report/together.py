@@ -39,7 +39,7 @@ class RunData:
 
 
 def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
-    """Write a page of several runs to `page` and return it. Raises UserError for a folder without metrics."""
+    """Write a page that compares runs to `page`, and return `page`. Raises UserError for a folder without metrics."""
     if len(folders) > MAX_RUNS:
         raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer runs")
     runs = [_read_run(folder, name) for folder, name in zip(folders, _name_runs(folders), strict=True)]
@@ -63,7 +63,7 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
 
 
 def _sort_key(run: RunData) -> tuple[bool, float]:
-    """Return the sort key of a run: held-out loss after training; runs without it come last, by training loss."""
+    """Return the key that sorts runs by final held-out loss, then runs without held-out data by training loss."""
     held_out, losses = HeldOutLosses.from_records(run.records), extract_metric_values(run.records, "train/loss")
     return held_out is None, held_out.after if held_out else _compute_final_loss(losses) if losses else math.inf
 

@@ -37,7 +37,7 @@ from trainer.monitor.report.sample_images import embed_sample_images
 PAGE, TEMPLATE = "report.html", "page.html.jinja"
 SUMMARY: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("summary.yaml")).tree
 ANSWERS = "answers.json"
-"""{prompt: {before or after: answer}}."""
+"""File with {prompt: {"before" or "after": answer}}."""
 WHEN = ("before", "after")
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 RESULTS = DIFFUSERS, "README.md", "adapter_model.safetensors"
@@ -89,7 +89,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (label, command) pairs to run after training."""
+    """Return commands to run after training, as (label, command) pairs."""
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
         held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]
@@ -122,7 +122,7 @@ def _format_row(name: str, value: str) -> str:
 
 
 def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
-    """Record an answer to a sample prompt for the page; `when` is before or after."""
+    """Record an answer to a sample prompt for the report; `when` is "before" or "after" training."""
     path = run_dir / ANSWERS
     answers = read_answers(path)
     write_json(path, answers | {prompt: answers.get(prompt, {}) | {when: answer}})
@@ -236,7 +236,7 @@ def _format_data_names(data: Mapping[str, Any]) -> str:
 
 
 def compute_median_rate(records: list[Record]) -> float | None:
-    """Return a rank's median tokens or images per second, which the slow first step does not affect."""
+    """Return a rank's median throughput in tokens or images per second; None if it was not recorded."""
     rates = extract_metric_values(records, detect_batch_unit(records).rate)
     return statistics.median(rates) if rates else None
 
