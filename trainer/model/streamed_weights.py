@@ -90,7 +90,7 @@ def load_model_by_module(
     if quantization is not None and not quantization.is_8bit:
         model.config.quantization_config = _build_bnb_config(quantization, dtype)
         model.is_quantized = True
-        model.find_quantization_method = "bitsandbytes"
+        model.quantization_method = "bitsandbytes"
     return model
 
 
