@@ -129,7 +129,7 @@ def test_what_is_imported_late_has_a_reason() -> None:
 
 
 def test_no_word_is_explained_twice() -> None:
-    words = re.findall(r"^\| ([^|]+) \|", EXTENDING.split("## Words of the code")[1], re.MULTILINE)[1:]
+    words = re.findall(r"^\| ([^|]+) \|", EXTENDING.split("## Glossary")[1], re.MULTILINE)[1:]
     assert words == sorted(words, key=str.lower) and len(words) == len(set(words)) and len(words) >= 20
 
 
