@@ -52,7 +52,7 @@ class Loop:
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
         self._checkpoints, self._counted = checkpoints, counted
         self.position = position
-        self._saved_at = position.step
+        self._saved_step = position.step
         self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self.stopped_early = False
         """Whether `training.early_stopping` ended the run."""
@@ -122,7 +122,7 @@ class Loop:
 
     def _step(self) -> None:
         self.before_step()
-        self.advance(*self._context.recovery.attempt(self.position.step + 1, self._saved_at, self._launch))
+        self.advance(*self._context.recovery.attempt(self.position.step + 1, self._saved_step, self._launch))
 
     def before_step(self) -> None:
         if self._previous is None:
@@ -220,7 +220,7 @@ class Loop:
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
             return
         PROGRESS.attribute_failures_to(step)
-        if result.nonfinite_ranks and not result.own_is_nonfinite:
+        if result.nonfinite_ranks and not result.is_local_nonfinite:
             rank = result.nonfinite_rank
             ranks = f"{result.nonfinite_ranks} other ranks" if rank is None else f"rank {rank}"
             raise RemoteNonfiniteError(f"step {step}: {ranks} had a loss that is not finite; it changed no weights")
@@ -292,7 +292,7 @@ class Loop:
         self._save_requested = False
         if self._checkpoints is None:
             return
-        if self._saved_at != self.position.step:
+        if self._saved_step != self.position.step:
             self._start_save(self._checkpoints, at_the_end=at_the_end)
         if at_the_end:
             self._checkpoints.finish_save()
@@ -309,7 +309,7 @@ class Loop:
             if at_the_end:
                 raise
         else:
-            self._saved_at = self.position.step
+            self._saved_step = self.position.step
         self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), time.perf_counter() - started
 
 

@@ -24,8 +24,8 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.scu.controller import Steering
-from trainer.scu.steering import check_start, fit_to_target, start_steering
+from trainer.scu.controller import ScuController
+from trainer.scu.steering import fit_to_target, list_target_warnings, start_steering
 from trainer.setup.build import Builder
 from trainer.setup.joining import join_run
 from trainer.step import StepContext
@@ -56,7 +56,7 @@ class Run:
     batches: BatchSource
     schedule: Any
     restored_scu: dict[str, Any] | None
-    steering: Steering | None
+    steering: ScuController | None
     # train, save
     position: Position
     loop: Loop
@@ -183,7 +183,7 @@ class Run:
         return position
 
     @phase("steer")
-    def _start_steering(self, engine: Engine, position: Position) -> Steering | None:
+    def _start_steering(self, engine: Engine, position: Position) -> ScuController | None:
         if not self.config.scu.enabled:
             return None
         steering, warnings = start_steering(
@@ -193,7 +193,7 @@ class Run:
         )  # fmt: skip
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
         bits = self.evaluation.compute_mean_loss(batches) / math.log(2)
-        warnings += check_start(steering, bits, self.schedule, self.config, self.total_steps, position.step)
+        warnings += list_target_warnings(steering, bits, self.schedule, self.config, self.total_steps, position.step)
         for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering

@@ -27,7 +27,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import build_empty_model, load_base_model, load_model_config
 from trainer.model.integer_weights import IntegerFormat, check_integer_targets, check_torchao, choose_integer_format
 from trainer.model.random_weights import build_random_config
-from trainer.patches.fake_quantised_lora import install_fake_quantization
+from trainer.patches.fake_quantized_lora import install_fake_quantization
 
 pytest.importorskip("torchao", reason="needs torchao: pip install torchao compressed-tensors")
 
@@ -136,7 +136,7 @@ def test_zeros_stay_and_nan_is_not_hidden() -> None:
 def test_a_trained_base_weight_is_refused() -> None:
     x, weight, bias, down, up = factors()
     y = fake_quantize_linear(x, weight.requires_grad_(), bias, down, up, SCALE, INT8.quantize)
-    with pytest.raises(ValueError, match="no gradient of the base weight; freeze it"):
+    with pytest.raises(ValueError, match="does not compute its gradient; freeze it"):
         y.sum().backward()
 
 

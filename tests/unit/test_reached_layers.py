@@ -73,7 +73,7 @@ def test_routers_are_left_out_however_a_base_is_loaded(kind: str, stage: int, qu
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_adapted_layer_of_every_family_gets_a_gradient(kind: str) -> None:
     model = tiny_family(kind)
-    late = probe_gradient_coverage(model).in_long_sequences
+    late = probe_gradient_coverage(model).only_in_long_sequences
     assert untrained_layers(model, 16) <= late
 
 

@@ -321,7 +321,7 @@ class GradientCheck:
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
             return True
         path = name.removeprefix("base_model.model.").partition(".lora_")[0]
-        return hasattr(self._base, "config") and path in probe_gradient_coverage(self._base).in_long_sequences
+        return hasattr(self._base, "config") and path in probe_gradient_coverage(self._base).only_in_long_sequences
 
     def finish(self) -> None:
         """Remove the hooks and check the gradients they recorded.

@@ -12,7 +12,7 @@ from trainer.contract.known_versions import replaces
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_kind import (
-    SCORE,
+    SCORE_WEIGHT,
     check_kind,
     get_auto_class,
     has_score,
@@ -222,7 +222,7 @@ def load_base_model(
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
-    if has_score(config) and SCORE not in files.read_shapes():
+    if has_score(config) and SCORE_WEIGHT not in files.read_shapes():
         model.score.weight.data = init_score_head(config).to(dtype)
     return model.to(device)
 

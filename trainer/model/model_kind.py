@@ -11,7 +11,7 @@ from trainer.model.stored_fp8 import find_quantization_settings
 from trainer.model.stored_settings import find_stored_format
 
 SEQUENCE_CLASS = "ForSequenceClassification"
-SCORE = "score.weight"
+SCORE_WEIGHT = "score.weight"
 """Weight of the score head of reward models."""
 # Suffixes of class names in config.json for models that do not predict the next token.
 OTHER_HEADS = (

@@ -178,7 +178,7 @@ class PackedExperts(nn.Parameter):
         layout, sections = self.packing, self.sections()
         if layout.groups is not None:
             parts = [section[index] for section in sections.values()]
-            return reference.dequantize_groups(parts, layout.groups.floats, layout.groups.group, layout.dtype)
+            return reference.dequantize_groups(parts, layout.groups.is_float, layout.groups.group, layout.dtype)
         if layout.is_8bit:
             return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
         if layout.kind == MXFP4:

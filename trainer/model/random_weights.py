@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.model.model_kind import SCORE
+from trainer.model.model_kind import SCORE_WEIGHT
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import parse_shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES, StoredTensors
@@ -170,10 +170,10 @@ class TensorsWithScore:
         self.stored, self._config = stored, model_config
 
     def read_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {SCORE: (1, self._config.hidden_size)} | self.stored.read_shapes()
+        return {SCORE_WEIGHT: (1, self._config.hidden_size)} | self.stored.read_shapes()
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        is_new = name == SCORE and name not in self.stored.read_shapes()
+        is_new = name == SCORE_WEIGHT and name not in self.stored.read_shapes()
         return init_score_head(self._config) if is_new else self.stored.read(name, index)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.known_versions import replaces
-from trainer.model.expert_layers import holds_experts
+from trainer.model.expert_layers import has_fused_experts
 from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear
 
 NOT_CALLED = "never called as layers in a pass over text"
@@ -37,7 +37,7 @@ class GradientCoverage:
 
     unreached: dict[str, str]
     """Paths of the layers that an adapter cannot train, with the reason."""
-    in_long_sequences: frozenset[str] = frozenset()
+    only_in_long_sequences: frozenset[str] = frozenset()
     """Paths of the layers that receive a gradient only from sequences longer than `FEW_TOKENS`."""
 
 
@@ -96,7 +96,7 @@ class _Pass:
             elif isinstance(module, Conv1D) or is_linear(module):
                 self._probes[path] = torch.zeros((), requires_grad=True)
                 module.forward = partial(self._probe_forward, path, module)
-            elif holds_experts(module):
+            elif has_fused_experts(module):
                 experts.add(path)
                 module.forward = partial(self._sum_inputs, path)
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits

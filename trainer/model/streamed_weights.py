@@ -22,7 +22,7 @@ import ops
 from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
-from trainer.model.four_bit import READ_DIRECTLY, quantize_linear
+from trainer.model.four_bit import UNQUANTIZED_LAYERS, quantize_linear
 from trainer.model.model_kind import find_output_layer, get_auto_class, has_score, is_mxfp4
 from trainer.model.mxfp4 import MXFP4, strip_quantization
 from trainer.model.packed_experts import (
@@ -77,11 +77,11 @@ def load_model_by_module(
     else:
         stored = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, stored)
-        form = find_stored_format(config)
-        if isinstance(form, FourBitFormat):
-            files = FourBitFiles(stored, form, f"base_model={base_model}")
+        format_ = find_stored_format(config)
+        if isinstance(format_, FourBitFormat):
+            files = FourBitFiles(stored, format_, f"base_model={base_model}")
         else:
-            files = stored if form is None else Fp8Files(stored, form)
+            files = stored if format_ is None else Fp8Files(stored, format_)
         files = TensorsWithScore(files, config) if has_score(config) else files
     layout = map_stored_tensors(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
@@ -164,7 +164,7 @@ class Filler:
             name: self.layout[_join_path(path, name)] for name in (*module._parameters, *module._buffers)
             if _join_path(path, name) in self.layout
         }  # fmt: skip
-        is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
+        is_layer = is_linear(module) and path.rpartition(".")[2] not in UNQUANTIZED_LAYERS and module is not self._head
         is_layer = is_layer and (self._fp32_names is None or not self._fp32_names.search(_join_path(path, "weight")))
         block = self._fp8.find_block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._plan_packing(module, stored)

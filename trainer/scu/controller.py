@@ -57,7 +57,7 @@ class _PendingMeasurement:
         return [float(number) for number in self.sums.tolist()]
 
 
-class Steering:
+class ScuController:
     """Computes the penalty and adjusts lambda during a run (the Shannon Control Unit).
 
     `target_tokens` is N, the number of target tokens per epoch (`scu.tokens` overrides it), and `total_steps` the
@@ -113,10 +113,10 @@ class Steering:
         if self.law.controller != "pi" or self.information is None:
             return []
         reach = math.fsum(planned_learning_rates)
-        squares = self.information.compute_reachable_squares(reach, reach * b_ratio)
+        squares = self.information.compute_reachable_bounds(reach, reach * b_ratio)
         bits_low, bits_high = (self.information.compute_bits(bound) for bound in squares)
         low = scu.compute_s_ratio(data_bpt_now, bits_low)
-        now_global = sum_over_ranks(self._divide_by_ranks(self.information.compute_squares().detach()))
+        now_global = sum_over_ranks(self._divide_by_ranks(self.information.compute_sum_of_squares().detach()))
         now = scu.compute_s_ratio(data_bpt_now, self.information.compute_bits(now_global.item()))
         target = self.law.target
         high = scu.compute_s_ratio(MEMORIZED_BPT, bits_high)
@@ -146,7 +146,7 @@ class Steering:
             self._measured = self.divergence.get_local_sum()
             return penalty
         assert self.information is not None
-        squares = self.information.compute_squares()
+        squares = self.information.compute_sum_of_squares()
         self._measured = squares.detach()
         if self.law.controller == "none":
             return torch.zeros_like(self._measured)
