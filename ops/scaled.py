@@ -101,9 +101,7 @@ def build_dequantizing_group(
 def _pack_arguments(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
     """Return the operator's arguments. Raises ValueError if block sizes differ."""
     if any(weight.block != weights[0].block for weight in weights):
-        raise ValueError(
-            f"different block sizes {sorted({weight.block for weight in weights})}: expected one for all weights"
-        )
+        raise ValueError(f"different block sizes {sorted({weight.block for weight in weights})}: expected one size")
     return [weight.values for weight in weights], [weight.scales for weight in weights], weights[0].block
 
 

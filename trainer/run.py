@@ -116,8 +116,8 @@ class Run:
         """Restore the checkpoint, write the run's record, evaluate, and build the loop."""
         self._engine, model = engine, engine.module
         position = self.position = self._restore(engine)
-        measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
-        best = self.config.training.compared_metric
+        best, has_held_out = self.config.training.compared_metric, self.prepared.data.evaluation is not None
+        measured = {"has_held_out": has_held_out, "has_scores": self.config.evaluation.has_scores}
         self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.say, best=best, **measured)
         self.steering = self._start_steering(engine, position)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
@@ -205,9 +205,8 @@ class Run:
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
         hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)
         recovery = self.memory.build_recovery(self.ranks.world_size)
-        parts = engine, loss, self.batches, self.ranks, self.schedule
         return Loop(
-            StepContext(*parts, recovery, self.steering, stragglers),
+            StepContext(engine, loss, self.batches, self.ranks, self.schedule, recovery, self.steering, stragglers),
             hooks,
             config.training,
             position,
@@ -216,7 +215,7 @@ class Run:
             reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.has_checkpoints else None,
-            counted=self.task.counted,
+            units=self.task.counted,
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:

@@ -36,7 +36,7 @@ class IntegerMerge:
         """
         check_torchao(f"--quantize={kind}")
         if importlib.util.find_spec("compressed_tensors") is None:
-            raise UserError(f"--quantize={kind}: compressed-tensors is not installed; {INSTALL_COMMAND}")
+            raise UserError(f"--quantize={kind}: compressed-tensors is not installed; run `{INSTALL_COMMAND}`")
         self.kind, self.dtype, self.device = kind, dtype, device
         self._form: IntegerFormat | None = None
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}

@@ -226,8 +226,8 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
     for layer in layers:
         if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in rows_by_layer.items()):
             raise UserError(
-                f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no rows of {layer} for "
-                "them; add tokens in the run that creates the adapter"
+                f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no {layer} rows "
+                "for these tokens; add them in the run that creates the adapter"
             )
 
 

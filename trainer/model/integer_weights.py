@@ -42,7 +42,7 @@ class IntegerFormat:
         return BITS[self.kind]
 
     def __str__(self) -> str:
-        return f"{self.kind}, a scale for each {f'{self.group} weights' if self.group else 'row'}"
+        return f"{self.kind}, one scale per {f'{self.group} weights' if self.group else 'row'}"
 
     def quantize(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize fp32 weights to int8 values [O,I] and fp32 scales [O,G]; a NaN weight makes its scale NaN."""
@@ -128,4 +128,4 @@ def explain_unsupported_layer(layer: Any) -> str | None:
 
 def check_torchao(setting: str) -> None:
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{setting}: needs torchao, which is not installed; {INSTALL_COMMAND}")
+        raise UserError(f"{setting}: needs torchao, which is not installed; run `{INSTALL_COMMAND}`")

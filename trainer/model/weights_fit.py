@@ -118,8 +118,8 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.read_shapes()[name]) > 1):
             raise UserError(
-                f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike others; use the full-precision model "
-                "it was made from"
+                f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike the other weights; use the "
+                "full-precision model it was made from"
             )
 
 

@@ -177,11 +177,11 @@ class ScuController:
         measured = measured_global.detach().double()
         device = measured.device
         # Create the numbers on the device: copying them from the host would synchronize.
-        tokens, counts = (
+        tokens, was_applied = (
             value.to(device, torch.float64) if isinstance(value, Tensor) else measured.new_full((), float(value))
             for value in (target_tokens_global, applied)
         )
-        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), tokens, measured, counts])
+        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), tokens, measured, was_applied])
         copied, memory_mb = None, 0.0
         if device.type == "cuda":
             sums = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(sums, non_blocking=True)
@@ -195,14 +195,14 @@ class ScuController:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        loss_sum, tokens, measured, counts = pending.wait()
-        if not counts or tokens == 0:
+        loss_sum, tokens, measured, was_applied = pending.wait()
+        if not was_applied or tokens == 0:
             return  # a skipped step, or one without target tokens
         if not math.isfinite(loss_sum) or not math.isfinite(measured) or loss_sum < 0:
             measure = "adapter" if self.divergence is None else "divergence from the base model"
             raise ScuError(
                 f"scu: step {pending.step} has a loss sum of {loss_sum} nats over {tokens:g} target tokens, and "
-                f"{measured} for the {measure}; check the loss of that step, or lower training.learning_rate"
+                f"measured {measured} for the {measure}; check the loss of that step, or lower training.learning_rate"
             )
         lambda_, data = self.lambda_, compute_data_bpt(loss_sum, tokens)
         if self.divergence is not None:

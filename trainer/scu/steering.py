@@ -112,12 +112,12 @@ def fit_to_target(steering: ScuController | None, model: Any, say: Callable[[str
     if steering is None or steering.divergence is None or (held_out := steering.divergence.held_out) is None:
         return 1.0
 
-    def kl_bits(factor: float) -> float:
+    def measure_kl_bits(factor: float) -> float:
         with scale_adapter_temporarily(model, factor):
             return held_out.measure_all()
 
     model.eval()
-    fitted = find_scale(kl_bits, steering.law.target, len(held_out.reference.documents))
+    fitted = find_scale(measure_kl_bits, steering.law.target, len(held_out.reference.documents))
     steering.fitted = asdict(fitted)
     scale_adapter(model, fitted.factor)
     say(fitted.format_summary(steering.law.target))
@@ -149,11 +149,11 @@ def choose_held_out(count: int) -> set[int]:
     return {begin + number for begin in begins for number in range(NEIGHBORS)}
 
 
-def find_scale(kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
-    """Find the largest scale, in steps of 1/256, for which `kl_bits` is within the target; 1 if there is none."""
-    low, high, measured = 0.0, 1.0, {1.0: kl_bits(1.0)}
+def find_scale(measure_kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
+    """Find the largest scale, in steps of 1/256, for which K is within the target; 1 if there is none."""
+    low, high, measured = 0.0, 1.0, {1.0: measure_kl_bits(1.0)}
     while measured[1.0] > target and high - low > 1 / 256:
         middle = (low + high) / 2
-        measured[middle] = kl_bits(middle)
+        measured[middle] = measure_kl_bits(middle)
         low, high = (middle, high) if measured[middle] <= target else (low, middle)
     return ScaleFit(low or 1.0, measured[1.0], measured[low or 1.0], texts)
