@@ -107,7 +107,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         if self.NAME not in loaded_modules:
             if not torch.cuda.is_available():
                 self.check()
-                raise BuildError("no CUDA device is visible: set ops.backend: reference, which CPU tensors always use")
+                raise BuildError("no CUDA device is visible; set ops.backend=reference")
             torch.cuda.init()
             library = self.find()
             if library is None:
@@ -146,10 +146,10 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         The library must support this builder's architectures or, if a CUDA context already exists, the node's GPUs.
         Creating a context here would break forked workers.
         """
-        cards = self._architectures
-        if cards is None:
-            cards = self._find_card_architectures() if torch.cuda.is_initialized() else []
-        return prebuilt.find_build(self._compute_sources_digest(), self._read_versions(), cards)
+        architectures = self._architectures
+        if architectures is None:
+            architectures = self._find_gpu_architectures() if torch.cuda.is_initialized() else []
+        return prebuilt.find_build(self._compute_sources_digest(), self._read_versions(), architectures)
 
     def _compute_sources_digest(self) -> str:
         content = b"".join(path.name.encode() + path.read_bytes() for path in sorted(CSRC.glob("*/*")))
@@ -192,11 +192,11 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
     def _choose_architectures(self) -> list[str]:
         if self._architectures is not None:
             return self._architectures
-        return self._find_card_architectures(find_toolkit_version())
+        return self._find_gpu_architectures(find_toolkit_version())
 
-    def _find_card_architectures(self, toolkit: tuple[int, int] | None = None) -> list[str]:
-        cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        return sorted(resolve_architecture(card, toolkit) if toolkit else format_architecture(card) for card in cards)
+    def _find_gpu_architectures(self, toolkit: tuple[int, int] | None = None) -> list[str]:
+        found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        return sorted(resolve_architecture(each, toolkit) if toolkit else format_architecture(each) for each in found)
 
 
 def register() -> LoraOpBuilder:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FROZEN = "weight.requires_grad=True: the fused operator has no gradient of the base weight; freeze it"
+FROZEN = "weight.requires_grad=True: the fused operator does not compute its gradient; freeze it"
 
 
 REFERENCE: dict[str, Callable[..., Any]] = {}
@@ -52,7 +52,7 @@ def register_backward(name: str) -> tuple[Any, Any]:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
         arguments = forward(*inputs)._asdict()
         if arguments.get("h") is not None:
-            raise ValueError("h: a forward pass that gets h has no derivative; omit h")
+            raise ValueError("h: a forward pass with a given h is not differentiable; omit h")
         saved_fields = {
             field: value for field, value in (arguments | {"h": output[1]}).items() if field in backward._fields
         }

@@ -232,7 +232,7 @@ def _save_for_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _norm_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     if ctx.needs_input_grad[1]:
-        raise ValueError("weight.requires_grad=True: the operator has no gradient of the weight")
+        raise ValueError("weight.requires_grad=True: the operator does not compute its gradient; freeze it")
     return torch.ops.zerolora.rms_norm_backward(grad, *ctx.saved_tensors, ctx.offset), None, None, None
 
 

@@ -28,10 +28,10 @@ from ops.seeds import draw_seed
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 Storage = Literal["plain", "transposed", "nf4", "mxfp4", "eight_bit", "int4", "fp4"]
-# gate_up and down: `ExpertMatrix.tensors`; shape: E, I, H, block, nested block; form: the two storages, the activation,
-# "interleaved" or "halves"; numbers: s_gu, s_d, p, alpha, limit.
+# gate_up and down: `ExpertMatrix.tensors`; shape: E, I, H, block, nested block; modes: both storages, the activation,
+# "interleaved" or "halves"; scalars: s_gu, s_d, p, alpha, limit.
 _WEIGHTS = "Tensor[] gate_up, Tensor[] down, Tensor[] biases, Tensor[] gate_up_factors, Tensor[] down_factors"
-_FORM = "int[] shape, str[] form, float[] numbers, Tensor? seed"
+_OPTIONS = "int[] shape, str[] modes, float[] scalars, Tensor? seed"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ExpertMatrix:
     """
 
     @staticmethod
-    def plain(weight: Tensor, transposed: bool = False) -> "ExpertMatrix":
+    def from_plain(weight: Tensor, transposed: bool = False) -> "ExpertMatrix":
         """Wrap 16-bit or fp32 weights [E, rows, cols], or transposed [E, cols, rows]."""
         experts, rows, cols = weight.shape
         if transposed:
@@ -70,18 +70,18 @@ class ExpertMatrix:
         return ExpertMatrix("plain", (weight,), experts, rows, cols)
 
     @staticmethod
-    def nf4(
+    def from_nf4(
         packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int = 0
     ) -> "ExpertMatrix":
         """Wrap bitsandbytes NF4 weights of consecutive experts. Raises ValueError if a block would cross experts."""
         if rows * cols % block:
             raise ValueError(
-                f"experts [{rows}, {cols}], NF4 blocks of {block}: a block must not cross experts; use smaller ones"
+                f"experts [{rows}, {cols}], NF4 blocks of {block}: a block must not cross experts; use smaller blocks"
             )
         return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
 
     @staticmethod
-    def mxfp4(blocks: Tensor, scales: Tensor) -> "ExpertMatrix":
+    def from_mxfp4(blocks: Tensor, scales: Tensor) -> "ExpertMatrix":
         """Wrap MXFP4 blocks [E, rows, cols/32, 16] and scales [E, rows, cols/32], as stored in gpt-oss checkpoints."""
         experts, rows, groups = scales.shape
         return ExpertMatrix("mxfp4", (blocks, scales), experts, rows, groups * 32)
@@ -94,10 +94,10 @@ class ExpertMatrix:
         return ExpertMatrix("eight_bit", (values, scales), experts, rows, cols, high, wide)
 
     @staticmethod
-    def grouped(sections: Sequence[Tensor], floats: int) -> "ExpertMatrix":
+    def from_groups(sections: Sequence[Tensor], is_float: int) -> "ExpertMatrix":
         """Wrap 4-bit weights with a scale per group of columns; see `reference.dequantize_groups`."""
         experts, rows, half = sections[0].shape
-        return ExpertMatrix("fp4" if floats else "int4", tuple(sections), experts, rows, 2 * half)
+        return ExpertMatrix("fp4" if is_float else "int4", tuple(sections), experts, rows, 2 * half)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [E, rows, cols] in `dtype`; with `transposed` storage, as a view."""
@@ -163,8 +163,8 @@ def experts_mlp(
     packed = {"nf4", "eight_bit"} & {gate_up.storage, down.storage}
     if packed and (gate_up.block, gate_up.nested_block) != (down.block, down.nested_block):
         raise ValueError("gate_up and down are quantized with different block sizes: use one size")
-    form = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
-    numbers = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]
+    modes = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
+    scalars = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]
     return _FORWARD(
         hidden,
         top_k_index,
@@ -175,8 +175,8 @@ def experts_mlp(
         _check_pair(adapter.gate_up_down, adapter.gate_up_up),
         _check_pair(adapter.down_down, adapter.down_up),
         shape,
-        form,
-        numbers,
+        modes,
+        scalars,
         draw_seed(hidden, adapter.dropout, 2),
         gate_up.source,
         down.source,
@@ -192,7 +192,7 @@ def _check_pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
 
 
 def check_arguments(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed
+    x, index, weights, gate_up_factors, down_factors, shape, modes, scalars, seed
 ) -> None:
     E, inner, H = shape[:3]
     if x.dim() != 2 or x.shape[1] != H:
@@ -200,12 +200,12 @@ def check_arguments(  # type: ignore[no-untyped-def]
     if index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         shapes = f"top_k_index {tuple(index.shape)}, top_k_weights {tuple(weights.shape)}"
         raise ValueError(f"{shapes} for hidden {tuple(x.shape)}: expected both as [T, K]")
-    if not 0.0 <= numbers[2] < 1.0:
-        raise ValueError(f"dropout={numbers[2]}: must lie in [0, 1)")
-    if numbers[2] > 0.0 and seed is None:
-        raise ValueError(f"dropout={numbers[2]}: needs two seeds, int64 on the device of hidden")
-    if form[2] not in ("silu", "gelu", "gelu_tanh", "clamped"):
-        raise ValueError(f"activation={form[2]}: expected silu, gelu, gelu_tanh or clamped")
+    if not 0.0 <= scalars[2] < 1.0:
+        raise ValueError(f"dropout={scalars[2]}: must lie in [0, 1)")
+    if scalars[2] > 0.0 and seed is None:
+        raise ValueError(f"dropout={scalars[2]}: seeds are missing; pass two int64 on the same device as hidden")
+    if modes[2] not in ("silu", "gelu", "gelu_tanh", "clamped"):
+        raise ValueError(f"activation={modes[2]}: expected silu, gelu, gelu_tanh or clamped")
     for name, factors, D, out in (("gate_up", gate_up_factors, H, 2 * inner), ("down", down_factors, inner, H)):
         if not factors:
             continue
@@ -226,9 +226,9 @@ def check_arguments(  # type: ignore[no-untyped-def]
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, modes, scalars, seed, *_sources
 ):
-    check_arguments(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
+    check_arguments(x, index, weights, gate_up_factors, down_factors, shape, modes, scalars, seed)
     N = index.numel()
     return (
         x.new_empty(x.shape),
@@ -241,15 +241,15 @@ def _fake_forward(  # type: ignore[no-untyped-def]
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
-    numbers, seed, need_x, need_weights, need_factors
+    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, modes,
+    scalars, seed, need_x, need_weights, need_factors
 ):  # fmt: skip
     like = [[f.new_empty(f.shape) for f in pair] if need_factors else [] for pair in (gate_up_factors, down_factors)]
     return x.new_empty(x.shape if need_x else 0), weights.new_empty(weights.shape if need_weights else 0), *like
 
 
-def _reference_forward(x, index, weights, gate_up, down, biases, *adapters_and_form):  # type: ignore[no-untyped-def]
-    *options, _, _ = adapters_and_form  # without the sources
+def _reference_forward(x, index, weights, gate_up, down, biases, *adapters_and_options):  # type: ignore[no-untyped-def]
+    *options, _, _ = adapters_and_options  # without the sources
     check_arguments(x, index, weights, *options)
     return experts_plain.forward(x, index, weights, gate_up, down, biases, *options)
 
@@ -278,7 +278,7 @@ class _BufferViews:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, weights, gate_up, down, biases, gate_up_factors, down_factors, *rest = inputs
-    ctx.shape, ctx.form, ctx.numbers, seed, *sources = rest
+    ctx.shape, ctx.modes, ctx.scalars, seed, *sources = rest
     ctx.input_lengths = [len(tensors) for tensors in (gate_up, down, biases, gate_up_factors, down_factors)]
     ctx.views = [_BufferViews(tensors, source) for tensors, source in zip((gate_up, down), sources, strict=True)]
     lists = *(views.saved for views in ctx.views), biases, gate_up_factors, down_factors
@@ -303,7 +303,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         raise ValueError("gate_up, down or a bias requires a gradient: the operator does not compute it; freeze them")
     flags = need[0], need[2], any(need[6]) or any(need[7])
     grad_x, grad_weights, *factors = torch.ops.zerolora.experts_backward(
-        grad, x, weights, *lists, *results, ctx.shape, ctx.form, ctx.numbers, seed, *flags
+        grad, x, weights, *lists, *results, ctx.shape, ctx.modes, ctx.scalars, seed, *flags
     )
     factor_grads = [pair or none for pair, none in zip(factors, nothing[3:], strict=True)]
     inputs = grad_x if need[0] else None, None, grad_weights if need[2] else None
@@ -311,13 +311,13 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 _FORWARD = derivative.define(
-    f"experts_forward(Tensor x, Tensor index, Tensor weights, {_WEIGHTS}, {_FORM}, Tensor? gate_up_source,"
+    f"experts_forward(Tensor x, Tensor index, Tensor weights, {_WEIGHTS}, {_OPTIONS}, Tensor? gate_up_source,"
     " Tensor? down_source) -> (Tensor y, Tensor u0, Tensor h_gu, Tensor h_d, Tensor order, Tensor ends)",
     _reference_forward, _fake_forward,
 )  # fmt: skip
 derivative.define(
     f"experts_backward(Tensor grad, Tensor x, Tensor weights, {_WEIGHTS}, Tensor u0, Tensor h_gu, Tensor h_d,"
-    f" Tensor order, Tensor ends, {_FORM}, bool need_x, bool need_weights, bool need_factors)"
+    f" Tensor order, Tensor ends, {_OPTIONS}, bool need_x, bool need_weights, bool need_factors)"
     " -> (Tensor grad_x, Tensor grad_weights, Tensor[] grad_gate_up_factors, Tensor[] grad_down_factors)",
     experts_plain.backward, _fake_backward,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from ops import experts_plain
 
 MAX_EXPERTS = 1024
-MAX_FUSED = 32
+MAX_FUSED_RANK = 32
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 _ROWS = "Tensor order, Tensor ends, Tensor tiles"
 _DROPOUT = "float dropout, Tensor? seed"
@@ -83,17 +83,17 @@ def _swap_dims(factor: Tensor | None) -> Tensor | None:
 
 def _select_fusable(p: Tensor | None) -> Tensor | None:
     """Return p if its rank is small enough to fuse the projection into the previous kernel; None otherwise."""
-    return p if p is not None and p.shape[1] <= MAX_FUSED else None
+    return p if p is not None and p.shape[1] <= MAX_FUSED_RANK else None
 
 
-class _Call:
+class _ExpertsCall:
     def __init__(  # type: ignore[no-untyped-def]
-        self, x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends
+        self, x, biases, gate_up_factors, down_factors, shape, modes, scalars, seed, order, ends
     ) -> None:
         self.E, self.inner, self.H, *self.blocks = shape
-        self.s_gu, self.s_d, self.p, alpha, limit = numbers
+        self.s_gu, self.s_d, self.p, alpha, limit = scalars
         self.seeds = (None, None) if self.p == 0.0 else (seed[:1], seed[1:])
-        self.form, self.dtype = form, x.dtype
+        self.modes, self.dtype = modes, x.dtype
         self.a_gu, self.b_gu = _pad_factors(gate_up_factors, x.dtype)
         self.a_d, self.b_d = _pad_factors(down_factors, x.dtype)
         self.bias_gu: Tensor | None = biases[0].to(x.dtype).contiguous() if biases else None
@@ -101,13 +101,13 @@ class _Call:
         self.place, tiles, self.pairs = _ops.expert_plan(order, ends)
         self.rows = order, ends, tiles
         self.ends, self.use_kernel = ends, USE_PRODUCT_KERNEL and torch.cuda.get_device_capability(x.device) == (9, 0)
-        self.gate = _ACTIVATIONS.index(form[2]), form[3] == "interleaved", alpha, limit
+        self.gate = _ACTIVATIONS.index(modes[2]), modes[3] == "interleaved", alpha, limit
 
     def build_gate_up(self, tensors: Sequence[Tensor]) -> Tensor:
-        return build_dense_weight(tensors, self.form[0], (self.E, 2 * self.inner, self.H, *self.blocks), self.dtype)
+        return build_dense_weight(tensors, self.modes[0], (self.E, 2 * self.inner, self.H, *self.blocks), self.dtype)
 
     def build_down(self, tensors: Sequence[Tensor]) -> Tensor:
-        return build_dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
+        return build_dense_weight(tensors, self.modes[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
 
     def multiply(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
         """Return rows[N,K] weight[E,K,D] + h[N,R] q^T with the weight and q[E,D,R] of each row's expert."""
@@ -124,16 +124,16 @@ class _Call:
 
 
 def forward(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, modes, scalars, seed, *_sources
 ) -> tuple[Tensor, ...]:
     """Compute `experts_forward`, in plain torch if the kernels do not support the inputs."""
     if not is_supported(x, shape) or index.numel() == 0:
         return experts_plain.forward(
-            x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+            x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, modes, scalars, seed
         )
     K = index.shape[1]
     order, ends = _ops.expert_sort(index.contiguous(), shape[0])
-    call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
+    call = _ExpertsCall(x, biases, gate_up_factors, down_factors, shape, modes, scalars, seed, order, ends)
     h_gu, rows = _ops.expert_project(x.contiguous(), *call.rows, K, call.a_gu, call.s_gu, True, call.p, call.seeds[0])
     u0 = call.multiply(rows, call.build_gate_up(gate_up).transpose(1, 2))
     del rows
@@ -151,16 +151,16 @@ def forward(  # type: ignore[no-untyped-def]
 
 
 def backward(  # type: ignore[no-untyped-def]
-    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
-    numbers, seed, need_x, need_weights, need_factors
+    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, modes,
+    scalars, seed, need_x, need_weights, need_factors
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
     if not is_supported(x, shape) or order.numel() == 0:
         return experts_plain.backward(
             grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape,
-            form, numbers, seed, need_x, need_weights, need_factors
+            modes, scalars, seed, need_x, need_weights, need_factors
         )  # fmt: skip
     K, grad, x = weights.shape[1], grad.contiguous(), x.contiguous()
-    call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
+    call = _ExpertsCall(x, biases, gate_up_factors, down_factors, shape, modes, scalars, seed, order, ends)
     keep_scale = 1.0 / (1.0 - call.p)  # the mask's factor goes into dh, not into keep * (dh A) or the gradient of A
     flat = weights.float().contiguous().view(-1)
     w_rows = flat[order.long()][:, None].to(x.dtype) if down_factors and need_factors else None
@@ -204,7 +204,7 @@ def backward(  # type: ignore[no-untyped-def]
 
 
 def _compute_factor_gradient(
-    z: Tensor, v: Tensor, call: _Call, per_source: int, factor: Tensor, transposed: bool, seed: Tensor | None
+    z: Tensor, v: Tensor, call: _ExpertsCall, per_source: int, factor: Tensor, transposed: bool, seed: Tensor | None
 ) -> Tensor:
     """Return the gradient of A[E,R,D] or, if `transposed`, of B[E,D,R], in the factor's dtype."""
     rank = factor.shape[2 if transposed else 1]

@@ -102,13 +102,13 @@ def count_h_columns(factors: Sequence[Tensor]) -> int:
 
 
 def forward(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, modes, scalars, seed
 ) -> tuple[Tensor, ...]:
     """Return y of `experts_forward` in plain torch, and u0, h_gu, h_d, order, ends for the backward."""
-    (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
+    (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, scalars
     K, N = index.shape[1], index.numel()
-    gate_up = build_dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
-    down = build_dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
+    gate_up = build_dense_weight(gate_up, modes[0], (E, 2 * inner, H, *blocks), x.dtype)
+    down = build_dense_weight(down, modes[1], (E, H, inner, *blocks), x.dtype)
     order, ends = sort_rows(index, E)
     u0 = x.new_zeros((N, 2 * inner))
     h_gu, h_d = (x.new_zeros((N, count_h_columns(factors))) for factors in (gate_up_factors, down_factors))
@@ -120,8 +120,8 @@ def forward(  # type: ignore[no-untyped-def]
         if gate_up_factors:
             a_RH = gate_up_factors[0][rows.e].to(x.dtype)
             h_gu[rows.span, : a_RH.shape[0]] = s_gu * (_apply_mask(x_e, masks[0], rows) @ a_RH.t())
-        gate, up = _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
-        act = reference.activate(gate, up, form[2], alpha, limit)
+        gate, up = _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, modes)
+        act = reference.activate(gate, up, modes[2], alpha, limit)
         o = act @ down[rows.e].t()
         if down_factors:
             a_RI, b_HR = (factor[rows.e].to(x.dtype) for factor in down_factors)
@@ -133,25 +133,25 @@ def forward(  # type: ignore[no-untyped-def]
     return y, u0, h_gu, h_d, order, ends
 
 
-def _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form):  # type: ignore[no-untyped-def]
+def _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, modes):  # type: ignore[no-untyped-def]
     u = u0[rows.span]
     if biases:
         u = u + biases[0][rows.e].to(u.dtype)
     if gate_up_factors:
         b_UR = gate_up_factors[1][rows.e].to(u.dtype)
         u = u + h_gu[rows.span, : b_UR.shape[1]] @ b_UR.t()
-    return split_gate_up(u, form[3] == "interleaved")
+    return split_gate_up(u, modes[3] == "interleaved")
 
 
 def backward(  # type: ignore[no-untyped-def]
-    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
-    numbers, seed, need_x, need_weights, need_factors
+    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, modes,
+    scalars, seed, need_x, need_weights, need_factors
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
     """Compute `experts_backward` in plain torch; gradients that are not needed are empty."""
-    (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, numbers
+    (E, inner, H, *blocks), (s_gu, s_d, p, alpha, limit) = shape, scalars
     K, N = weights.shape[1], weights.numel()
-    gate_up = build_dense_weight(gate_up, form[0], (E, 2 * inner, H, *blocks), x.dtype)
-    down = build_dense_weight(down, form[1], (E, H, inner, *blocks), x.dtype)
+    gate_up = build_dense_weight(gate_up, modes[0], (E, 2 * inner, H, *blocks), x.dtype)
+    down = build_dense_weight(down, modes[1], (E, H, inner, *blocks), x.dtype)
     masks = _draw_masks(N, shape, p, seed, x.dtype)
     flat = weights.reshape(-1).to(x.dtype)
     grad_flat = torch.zeros_like(flat)
@@ -159,8 +159,8 @@ def backward(  # type: ignore[no-untyped-def]
     grads_gu, grads_d = ([torch.zeros_like(f) for f in pair] for pair in (gate_up_factors, down_factors))
     for rows in _split_rows_by_expert(order, ends, K):
         dy, w = grad[rows.tokens], flat[rows.pairs, None]
-        gate, up = _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, form)
-        act = reference.activate(gate, up, form[2], alpha, limit)
+        gate, up = _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, modes)
+        act = reference.activate(gate, up, modes[2], alpha, limit)
         g = dy @ down[rows.e]
         if down_factors:
             a_RI, b_HR = (factor[rows.e].to(x.dtype) for factor in down_factors)
@@ -172,7 +172,7 @@ def backward(  # type: ignore[no-untyped-def]
         if biases:
             grad_flat[rows.pairs] += (dy * biases[1][rows.e].to(x.dtype)).sum(1)
         du = join_gate_up(
-            *reference.activate_backward(w * g, gate, up, form[2], alpha, limit), form[3] == "interleaved"
+            *reference.activate_backward(w * g, gate, up, modes[2], alpha, limit), modes[3] == "interleaved"
         )
         dx = du @ gate_up[rows.e]
         if gate_up_factors:

@@ -95,7 +95,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         x, weight, down, up = ctx.saved_tensors
         need_x, need_weight, need_bias, need_down, need_up = ctx.needs_input_grad[:5]
         if need_weight:
-            raise ValueError("weight.requires_grad=True: this operator has no gradient of the base weight; freeze it")
+            raise ValueError("weight.requires_grad=True: this operator does not compute its gradient; freeze it")
         mask = _draw_mask(x, ctx.p, ctx.seed) if ctx.p else None
         grad_y, masked = grads[0], x if mask is None else x * mask
         masked_TI, grad_TO = masked.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])

@@ -24,8 +24,8 @@ class GroupedLayout(NamedTuple):
     """Layout of one 4-bit matrix [rows, cols], or of `experts` such matrices, in a byte buffer.
 
     `group` columns share a scale of type SCALES[scale]. The other fields are flags (0 or 1): codes are E2M1 numbers
-    instead of unsigned integers (`floats`); groups have a zero point, which is otherwise 8 (`zeros`); scales have a
-    divisor per row (`divided`); the columns of a group are not adjacent (`ordered`: GPTQ's act-order).
+    instead of unsigned integers (`is_float`); groups have a zero point, which is otherwise 8 (`has_zeros`); scales have
+    a divisor per row (`has_divisors`); the columns of a group are not adjacent (`has_order`: GPTQ's act-order).
     """
 
     experts: int
@@ -33,10 +33,10 @@ class GroupedLayout(NamedTuple):
     cols: int
     group: int
     scale: int
-    floats: int
-    zeros: int = 0
-    divided: int = 0
-    ordered: int = 0
+    is_float: int
+    has_zeros: int = 0
+    has_divisors: int = 0
+    has_order: int = 0
 
     def sections(self) -> Sections:
         """Return the shape and type of each part, in the order that `reference.dequantize_groups` expects."""
@@ -44,15 +44,15 @@ class GroupedLayout(NamedTuple):
         return {
             "codes": ((*matrices, self.rows, self.cols // 2), torch.uint8),
             "scales": ((*matrices, self.rows, groups), SCALES[self.scale]),
-            "zeros": ((*matrices, self.rows, groups * self.zeros), torch.uint8),
-            "divisors": ((*matrices, self.rows, self.divided), torch.float32),
-            "order": ((*matrices, self.cols * self.ordered), torch.int32),
+            "zeros": ((*matrices, self.rows, groups * self.has_zeros), torch.uint8),
+            "divisors": ((*matrices, self.rows, self.has_divisors), torch.float32),
+            "order": ((*matrices, self.cols * self.has_order), torch.int32),
         }
 
     def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values [rows, cols], or [experts, rows, cols]. Raises ValueError if `packed` is not gathered."""
         parts = list(view_sections(packed, self.sections()).values())
-        return reference.dequantize_groups(parts, self.floats, self.group, dtype)
+        return reference.dequantize_groups(parts, self.is_float, self.group, dtype)
 
 
 def place_sections(sections: Sections) -> tuple[dict[str, int], int]:

@@ -21,8 +21,8 @@ LOGITS_AT_ONCE = 2**27
 FP16_SCALE = 256.0
 """Scale for gradients stored in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 do not underflow.
 The head's weights may be at most 127, since |dh| <= 2 max |W|."""
-NARROWED_AT_ONCE = 2**24
-"""Number of fp16 gradient elements that are multiplied in fp32 at once."""
+SCALED_AT_ONCE = 2**24
+"""Number of fp16 gradient elements that are scaled in fp32 at once."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
 """Rows returned by `measure_tokens`, with p from the model and q from the base model: -ln p(target), the entropy of p,
 ln sum p^2, -ln q(target) and KL(p || q)."""
@@ -110,7 +110,7 @@ def sum_token_losses(
             "expected [K, H], [V, H] and [K]"
         )
     if weight.requires_grad:
-        raise ValueError("weight.requires_grad=True: this loss has no gradient of the head; freeze it")
+        raise ValueError("weight.requires_grad=True: this loss does not compute a gradient for the head; freeze it")
     if factor != 1.0:
         hidden = hidden * factor
     indices, values = (rows.indices, rows.values) if rows is not None else (None, None)
@@ -249,13 +249,13 @@ def _compute_losses(
 class _Head:
     """Computes the logits of each chunk, and accumulates the gradients over the chunks."""
 
-    def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, like: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, indices: Tensor | None, values: Tensor | None, hidden: Tensor | None) -> None:
         self.weight, self._indices, self._values = weight, indices, values
-        self.grad_hidden = torch.empty_like(like) if like is not None else None
+        self.grad_hidden = torch.empty_like(hidden) if hidden is not None else None
         self.grad_values = None
-        if like is not None and values is not None:
+        if hidden is not None and values is not None:
             self.grad_values = torch.zeros_like(values, dtype=torch.float32)
-        self.scale = None if like is None else FP16_SCALE if like.dtype == torch.float16 else 1.0
+        self.scale = None if hidden is None else FP16_SCALE if hidden.dtype == torch.float16 else 1.0
 
     def compute_logits(self, hidden_CH: Tensor, storage: Tensor) -> Tensor:
         logits_CV = torch.mm(hidden_CH, self.weight.t(), out=storage[: len(hidden_CH)])
@@ -350,7 +350,7 @@ def _scale_gradient(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
     if grad_KH.dtype != torch.float16:
         return grad_KH * grad_output.to(grad_KH.dtype)
     result = torch.empty_like(grad_KH)
-    rows = max(1, NARROWED_AT_ONCE // grad_KH.shape[1])
+    rows = max(1, SCALED_AT_ONCE // grad_KH.shape[1])
     for source, target in zip(grad_KH.split(rows), result.split(rows), strict=True):
         target.copy_(source.float() * (grad_output / FP16_SCALE))
     return result
@@ -362,9 +362,9 @@ def _compute_chunk(
     """Write each row's weighted loss. Unless `scale` is None, overwrite the logits with their scaled gradient."""
     statistic = kind.summarize_logits(logits_CV, targets)
     if logits_CV.device.type == "cuda":
-        from ops.head_kernel import cross_entropy_rows  # only torch's CUDA builds include triton
+        from ops.head_kernel import compute_cross_entropy  # only torch's CUDA builds include triton
 
-        cross_entropy_rows(logits_CV, targets, losses, scale)
+        compute_cross_entropy(logits_CV, targets, losses, scale)
     else:
         _compute_cross_entropy_in_torch(logits_CV, targets, losses, scale)
     if kind == NLL and weights is None:
@@ -404,9 +404,9 @@ def _compute_divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergence
 
 
 def _compute_divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    from ops.head_kernel import divergence_rows  # only torch's CUDA builds include triton
+    from ops.head_kernel import compute_divergences  # only torch's CUDA builds include triton
 
-    divergence_rows(logits_CV, base_CV, divergences, scale)
+    compute_divergences(logits_CV, base_CV, divergences, scale)
 
 
 def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, measures: Tensor) -> None:
@@ -422,9 +422,9 @@ def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None
 
 
 def _measure_on_gpu(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, measures: Tensor) -> None:
-    from ops.head_kernel import cross_entropy_rows, divergence_rows  # only torch's CUDA builds include triton
+    from ops.head_kernel import compute_cross_entropy, compute_divergences  # only torch's CUDA builds include triton
 
-    cross_entropy_rows(logits_CV, targets, measures[LOSS], None, measures[ENTROPY : COLLISION + 1])
+    compute_cross_entropy(logits_CV, targets, measures[LOSS], None, measures[ENTROPY : COLLISION + 1])
     if base_CV is not None:
-        cross_entropy_rows(base_CV, targets, measures[BASE_LOSS], None)
-        divergence_rows(logits_CV, base_CV, measures[DIVERGENCE], None)
+        compute_cross_entropy(base_CV, targets, measures[BASE_LOSS], None)
+        compute_divergences(logits_CV, base_CV, measures[DIVERGENCE], None)

@@ -69,7 +69,7 @@ def _cross_entropy_row(  # type: ignore[no-untyped-def]
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def cross_entropy_rows(
+def compute_cross_entropy(
     logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None, measures: Tensor | None = None
 ) -> None:
     """Compute losses_c = log sum exp(logits_c) - logits_c[target_c]; overwrite logits with scale (softmax - onehot).
@@ -131,7 +131,7 @@ def _divergence_row(  # type: ignore[no-untyped-def]
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def divergence_rows(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
+def compute_divergences(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
     """Compute divergences_c = KL(p_c || q_c), with p and q the softmax of logits_c and base_c.
 
     Unless `scale` is None, the gradient scale p (ln p - ln q - KL) overwrites the logits.

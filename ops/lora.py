@@ -22,8 +22,8 @@ MAX_RANK = 256
 MAX_GROUP = 16
 
 
-def round_up_rank(rank: int) -> int:
-    """Round a rank up to a multiple of 8, the width of h for one projection (kernels load 16 bytes at a time)."""
+def compute_h_width(rank: int) -> int:
+    """Return the width of h for one projection: the rank rounded up to a multiple of 8 (kernels load 16 bytes)."""
     return (rank + 7) // 8 * 8
 
 
@@ -70,10 +70,10 @@ def check_adapters(
 
 def check_h(x: Tensor, downs: Sequence[Tensor], h: Tensor) -> None:
     """Raise ValueError unless h has the shape and type of `lora_project`'s result for x and `downs`."""
-    expected = x.numel() // x.shape[-1], sum(round_up_rank(down.shape[0]) for down in downs)
+    expected = x.numel() // x.shape[-1], sum(compute_h_width(down.shape[0]) for down in downs)
     if tuple(h.shape) != expected or h.dtype != x.dtype or h.device != x.device:
         raise ValueError(
-            f"h {tuple(h.shape)} of {h.dtype} on {h.device}: expected {expected} of {x.dtype} on {x.device}"
+            f"h has shape {tuple(h.shape)}, dtype {h.dtype} on {h.device}; expected {expected}, {x.dtype} on {x.device}"
         )
 
 
@@ -86,7 +86,7 @@ def _check_weights(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
                 f"weight is {weight.dtype} on {weight.device}, x is {x.dtype} on {x.device}: convert one of them"
             )
     if biases and [bias.shape[0] for bias in biases] != [weight.shape[0] for weight in weights]:
-        raise ValueError(f"{len(biases)} biases for {len(weights)} weights: need one per output of each, or none")
+        raise ValueError(f"{len(biases)} biases for {len(weights)} weights: expected one [O] per weight, or none")
 
 
 def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
@@ -94,21 +94,21 @@ def draw_mask(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
     if p == 0.0:
         return None
     if seed is None:
-        raise ValueError(f"dropout={p}: needs a seed, one int64 on the device of x")
+        raise ValueError(f"dropout={p}: seed is missing; pass one int64 on the same device as x")
     return reference.build_dropout_mask(seed, x.numel() // x.shape[-1], x.shape[-1], p, x.dtype)
 
 
 def reference_project(
     x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
 ) -> Tensor:
-    """Compute the group's concatenated h in plain torch, with `round_up_rank(R)` columns per projection."""
+    """Compute the group's concatenated h in plain torch, with `compute_h_width(R)` columns per projection."""
     check_downs(x, downs, scales, p)
     x_TI = x.reshape(-1, x.shape[-1])
     mask = draw_mask(x, p, seed)
     hs = []
     for down, scale in zip(downs, scales, strict=True):
-        h_TR = reference.project(x_TI, down.to(x.dtype), scale, mask)
-        hs.append(torch.nn.functional.pad(h_TR, (0, round_up_rank(h_TR.shape[1]) - h_TR.shape[1])))
+        h_TR = reference.compute_h(x_TI, down.to(x.dtype), scale, mask)
+        hs.append(torch.nn.functional.pad(h_TR, (0, compute_h_width(h_TR.shape[1]) - h_TR.shape[1])))
     return torch.cat(hs, dim=1)
 
 
@@ -128,7 +128,7 @@ def add_adapters(
             y_TO = y_TO + biases[i].to(y_TO.dtype)
         # Hide the view from autograd, which forbids in-place changes (Falcon) to a view that is one of several outputs.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(x.dtype), [*x.shape[:-1], len(up)]))
-        begin += round_up_rank(up.shape[1])
+        begin += compute_h_width(up.shape[1])
     return ys
 
 
@@ -161,13 +161,13 @@ def compute_adapter_gradients(
         grad_x += part
         grad_downs.append(grad_down.to(down.dtype))
         grad_ups.append(grad_up.to(up.dtype))
-        begin += round_up_rank(len(down))
+        begin += compute_h_width(len(down))
     return grad_downs, grad_ups
 
 
 def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None) -> Tensor:
     check_downs(x, downs, scales, p)
-    return x.new_empty((x.numel() // x.shape[-1], sum(round_up_rank(down.shape[0]) for down in downs)))
+    return x.new_empty((x.numel() // x.shape[-1], sum(compute_h_width(down.shape[0]) for down in downs)))
 
 
 class FormatOperators:

@@ -36,7 +36,7 @@ class Bundle:
         width = tensor.shape[-1]
         return tensor.view(-1, width)[self.start : self.end].view(self.count, -1, width)
 
-    def project(self, x_PTI: Tensor, down_PRI: Tensor, scale: float) -> Tensor:
+    def compute_h(self, x_PTI: Tensor, down_PRI: Tensor, scale: float) -> Tensor:
         if not self.dropout:
             return _multiply_scaled(x_PTI, down_PRI.mT, scale)
         options = [scale], self.dropout, self.seed
@@ -57,13 +57,13 @@ class Bundle:
         grad_x_PTI[0] += torch.ops.zerolora.rank_expand(scaled, up, self.dropout, self.seed)
 
 
-def enter(x: Tensor) -> tuple[Tensor, Pending]:
+def begin_frozen_matmuls(x: Tensor) -> tuple[Tensor, Pending]:
     """Return x for the frozen matmuls, and a list to pass to `add_adapters` together with their outputs.
 
     The adapters' gradient of x is added in place to the frozen matmuls' gradient, which saves a buffer and a sum.
     """
     pending: Pending = []
-    return _Enter.apply(x, pending), pending
+    return _FrozenMatmulsInput.apply(x, pending), pending
 
 
 def add_adapters(
@@ -86,7 +86,7 @@ def _multiply_scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(left.new_empty(1, 1, 1), left, right, beta=0, alpha=scale)
 
 
-class _Enter(torch.autograd.Function):
+class _FrozenMatmulsInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: Pending) -> Tensor:
         ctx.pending = pending
@@ -111,8 +111,8 @@ class _AddAdapters(torch.autograd.Function):
         ys, factors = tensors[:count], tensors[count:]
         x = x.contiguous()
         hs = []
-        for bundle, layer, scale, down_PRI, up_POR in _walk(bundles, factors):
-            h_PTR = bundle.project(bundle.view_rows(x), down_PRI, scale)
+        for bundle, layer, scale, down_PRI, up_POR in _list_work(bundles, factors):
+            h_PTR = bundle.compute_h(bundle.view_rows(x), down_PRI, scale)
             bundle.view_rows(ys[layer]).baddbmm_(h_PTR, up_POR.mT)
             hs.append(h_PTR)
         ctx.bundles, ctx.pending = bundles, pending
@@ -123,11 +123,11 @@ class _AddAdapters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
-        number = len(saved) // 3
+        count = len(saved) // 3
         grads = tuple(grad.contiguous() for grad in grads)
         grad_downs, grad_ups = list[Tensor](), list[Tensor]()
-        walk = _walk(ctx.bundles, saved[: 2 * number])
-        for (bundle, layer, scale, down_PRI, up_POR), h_PTR in zip(walk, saved[2 * number :], strict=True):
+        work = _list_work(ctx.bundles, saved[: 2 * count])
+        for (bundle, layer, scale, down_PRI, up_POR), h_PTR in zip(work, saved[2 * count :], strict=True):
             grad_PTO = bundle.view_rows(grads[layer])
             grad_h_PTR = _multiply_scaled(grad_PTO, up_POR, scale)
             grad_downs.append(bundle.compute_grad_down(bundle.view_rows(x), grad_h_PTR))
@@ -136,7 +136,7 @@ class _AddAdapters(torch.autograd.Function):
         return None, None, None, None, *grads, *grad_downs, *grad_ups
 
 
-def _walk(bundles: Sequence[Bundle], factors: Sequence[Tensor]) -> list[tuple[Bundle, int, float, Tensor, Tensor]]:
+def _list_work(bundles: Sequence[Bundle], factors: Sequence[Tensor]) -> list[tuple[Bundle, int, float, Tensor, Tensor]]:
     """Return (bundle, layer, scale, A, B) for each layer of each bundle."""
     pairs = [
         (bundle, layer, scale) for bundle in bundles for layer, scale in zip(bundle.layers, bundle.scales, strict=True)

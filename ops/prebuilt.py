@@ -71,7 +71,7 @@ def read_record(folder: Path) -> BuildIdentity | None:
         return None
 
 
-def find_build(sources: str, versions: tuple[str, str, str], cards: Collection[str]) -> Path | None:
+def find_build(sources: str, versions: tuple[str, str, str], architectures: Collection[str]) -> Path | None:
     """Return the path of a library for these sources, versions (torch, CUDA, Python) and architectures, or None.
 
     Searches the package, then the folders in ZEROLORA_OPS, then the cache.
@@ -82,7 +82,7 @@ def find_build(sources: str, versions: tuple[str, str, str], cards: Collection[s
             build = read_record(record.parent)
             if build is None or (build.sources, build.torch, build.cuda, build.python) != (sources, *versions):
                 continue
-            if set(cards) <= set(build.architectures) and (library := build.find_in(folder)) is not None:
+            if set(architectures) <= set(build.architectures) and (library := build.find_in(folder)) is not None:
                 return library
     return None
 
@@ -100,5 +100,5 @@ def acquire_build_lock(path: Path) -> AbstractContextManager[object]:
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        print(f"waiting for another process that builds the operators ({path})", flush=True)
+        print(f"waiting for another process to build the operators ({path})", flush=True)
         return lock.acquire()

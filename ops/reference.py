@@ -61,7 +61,7 @@ def _build_bit_shifts(device: torch.device) -> Tensor:
     return 4 * q.view(4, 1, 1, 1) + j.view(4, 1) + 16 * e
 
 
-def project(x: Tensor, down: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+def compute_h(x: Tensor, down: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """Return h[T,R] = s (m*x) A^T."""
     return scale * ((x if mask is None else x * mask) @ down.t())
 
@@ -119,14 +119,14 @@ ELEMENTS_AT_ONCE = 1 << 22
 """Number of values that `dequantize_groups` computes in fp32 at once, at 16 bytes each."""
 
 
-def dequantize_groups(groups: Sequence[Tensor], floats: int, group: int, dtype: torch.dtype) -> Tensor:
+def dequantize_groups(groups: Sequence[Tensor], is_float: int, group: int, dtype: torch.dtype) -> Tensor:
     """Return W[..., O, I] from 4-bit codes with one scale per `group` columns of a row, rounded to `dtype` once.
 
     `groups` is codes[..., O, I/2], two per byte, low bits first, scales[..., O, G], zeros[..., O, G] (or empty: 8),
     divisors[..., O, 1] of the scales and order[..., I], the group of each column (both may be empty):
 
         W = scale (code - zero)             unsigned integers (GPTQ, AWQ, W4A16 of compressed-tensors)
-        W = (scale / divisor) E2M1(code)    with `floats` (NVFP4)
+        W = (scale / divisor) E2M1(code)    with `is_float` (NVFP4)
     """
     *matrices, rows, half = groups[0].shape
     out = torch.empty((math.prod(matrices), rows, 2 * half), dtype=dtype, device=groups[0].device)
@@ -136,15 +136,15 @@ def dequantize_groups(groups: Sequence[Tensor], floats: int, group: int, dtype: 
         columns = order if order.numel() else torch.arange(2 * half, device=out.device) // group
         for begin in range(0, rows, height):
             span = slice(begin, begin + height)
-            matrix[span] = _dequantize_rows([part[span] for part in parts], columns, floats)
+            matrix[span] = _dequantize_rows([part[span] for part in parts], columns, is_float)
     return out.view(*matrices, rows, 2 * half)
 
 
-def _dequantize_rows(parts: Sequence[Tensor], columns: Tensor, floats: int) -> Tensor:
+def _dequantize_rows(parts: Sequence[Tensor], columns: Tensor, is_float: int) -> Tensor:
     codes, scales, zeros, divisors = parts
     values = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     wide = scales.float() / divisors if divisors.numel() else scales.float()
-    if floats:
+    if is_float:
         codebook = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=codes.device)
         return codebook[values.int()] * wide[:, columns]
     return (values.float() - (zeros[:, columns].float() if zeros.numel() else 8.0)) * wide[:, columns]

@@ -45,10 +45,10 @@ def check_weights(
             raise ValueError(f"8-bit weights of type {kinds}: expected all uint8 (e4m3) or all int8")
         grid = value.shape[:1] if block is None else (-(-value.shape[0] // block[0]), -(-value.shape[1] // block[1]))
         if tuple(scale.shape) != tuple(grid) or scale.dtype != torch.float32:
-            where = "by rows" if block is None else f"in blocks of {block[0]} x {block[1]}"
+            each = "row" if block is None else f"{block[0]} x {block[1]} block"
             raise ValueError(
-                f"scales {tuple(scale.shape)} of {scale.dtype} for a weight {tuple(value.shape)} {where}:"
-                f" expected {tuple(grid)} of torch.float32"
+                f"scales per {each} for weight of shape {tuple(value.shape)}: got shape {tuple(scale.shape)} and dtype"
+                f" {scale.dtype}, expected {tuple(grid)} and torch.float32"
             )
         if not value.device == scale.device == x.device:
             raise ValueError(
@@ -72,7 +72,7 @@ def build_dequantizing_group(
         """Yield each weight's slice of the group, the dequantized weight, and its columns of h."""
         begin = 0
         for index, down in enumerate(op.downs):
-            end = begin + lora.round_up_rank(down.shape[0])
+            end = begin + lora.compute_h_width(down.shape[0])
             yield slice(index, index + 1), [dense(op, index)], h[:, begin:end].contiguous()
             begin = end
 
@@ -101,7 +101,7 @@ def build_dequantizing_group(
 def _pack_arguments(x: Tensor, weights: Sequence[ScaledWeight]) -> tuple[Any, ...]:
     """Return the operator's arguments. Raises ValueError if block sizes differ."""
     if any(weight.block != weights[0].block for weight in weights):
-        raise ValueError(f"weights in blocks of {sorted({weight.block for weight in weights})}: expected one size")
+        raise ValueError(f"different block sizes {sorted({weight.block for weight in weights})}: expected one size")
     return [weight.values for weight in weights], [weight.scales for weight in weights], weights[0].block
 
 

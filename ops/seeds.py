@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-_DRAWING = threading.local()
+_LOCAL = threading.local()
 
 
 class Seeds:
@@ -18,12 +18,12 @@ class Seeds:
 
     def record(self) -> AbstractContextManager[None]:
         """Record every seed drawn within the context, on this thread."""
-        return _draw_by(self._draw_and_record)
+        return _override_draw(self._draw_and_record)
 
     def replay(self) -> AbstractContextManager[None]:
         """Replay the recorded seeds, in order, for draws within the context, on this thread."""
         recorded = iter(self._drawn)
-        return _draw_by(lambda _, __: next(recorded))
+        return _override_draw(lambda _, __: next(recorded))
 
     def _draw_and_record(self, device: torch.device, count: int) -> Tensor:
         self._drawn.append(_draw_new(device, count))
@@ -35,12 +35,12 @@ def _draw_new(device: torch.device, count: int) -> Tensor:
 
 
 @contextmanager
-def _draw_by(draw: Callable[[torch.device, int], Tensor]) -> Iterator[None]:
-    before, _DRAWING.draw = getattr(_DRAWING, "draw", _draw_new), draw
+def _override_draw(draw: Callable[[torch.device, int], Tensor]) -> Iterator[None]:
+    before, _LOCAL.draw = getattr(_LOCAL, "draw", _draw_new), draw
     try:
         yield
     finally:
-        _DRAWING.draw = before
+        _LOCAL.draw = before
 
 
 def draw_seed(x: Tensor, p: float, count: int = 1) -> Tensor | None:
@@ -50,4 +50,4 @@ def draw_seed(x: Tensor, p: float, count: int = 1) -> Tensor | None:
     """
     if p == 0.0:
         return None
-    return getattr(_DRAWING, "draw", _draw_new)(x.device, count)
+    return getattr(_LOCAL, "draw", _draw_new)(x.device, count)

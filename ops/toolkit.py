@@ -43,11 +43,11 @@ def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
 
 def resolve_architecture(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
     """Return nvcc's name for an architecture, such as '90a' for (9, 0). Raises BuildError if the GPU is too old."""
-    card = f"compute capability {capability[0]}.{capability[1]}"
+    name = f"compute capability {capability[0]}.{capability[1]}"
     if capability < (7, 0):
-        raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this GPU")
+        raise BuildError(f"{name}: 7.0 (Volta) or higher is required; set ops.backend: reference on this GPU")
     if capability < (7, 5) and toolkit[0] >= 13:
-        raise BuildError(f"{card}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
+        raise BuildError(f"{name}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
     return format_architecture(capability)
 
 

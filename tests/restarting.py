@@ -85,6 +85,6 @@ def fail_twice_for_a_nan(workplace: Path, others: str = "", place: Local | None 
     assert code == 1, seen
     assert seen.count("the run failed: rank 1 on ") == 2 and "exit code 1 (step 5" in seen, seen
     assert "step 5: the loss or a gradient is not finite" in seen
-    assert "step 5: rank 1 had a loss that is not finite" in (workplace / "nan" / "logs" / "rank-0.log").read_text()
+    assert "step 5: rank 1 had a non-finite loss" in (workplace / "nan" / "logs" / "rank-0.log").read_text()
     assert "step 5 failed twice in the same way" in seen
     assert len(inspected(workplace / "nan", 5)) == 4

@@ -23,12 +23,12 @@ class Evaluation:
         loss: StepLoss,
         say: Callable[[str], None],
         *,
-        held_out: bool,
-        scored: bool = False,
+        has_held_out: bool,
+        has_scores: bool = False,
         best: str = "loss",
     ) -> None:
-        """Set up evaluation; `scored` is whether the task has scores, `best` the value of `training.best_metric`."""
-        self.has_data, self.is_defined, self._best = held_out, held_out or scored, best
+        """Set up evaluation; `has_scores` refers to the task's scores, `best` is `training.best_metric`."""
+        self.has_data, self.is_defined, self._best = has_held_out, has_held_out or has_scores, best
         self.sign = 1.0
         """-1 if a higher value of the best metric is better, otherwise 1."""
         self._task, self._engine, self._loss, self._say = task, engine, loss, say

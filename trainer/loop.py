@@ -42,17 +42,17 @@ class Loop:
         reporter: Metrics | None,
         evaluate: Callable[[], tuple[float, dict[str, float]]] | None,
         checkpoints: CheckpointManager | None,
-        counted: Sequence[str],
+        units: Sequence[str],
     ) -> None:
         """Prepare the loop; `evaluate` returns the metric to compare (lower is better) and all metrics.
 
-        `counted` is `Task.counted`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
+        `units` is `Task.counted`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
-        self._checkpoints, self._counted = checkpoints, counted
+        self._checkpoints, self._units = checkpoints, units
         self.position = position
-        self._saved_at = position.step
+        self._saved_step = position.step
         self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self.stopped_early = False
         """Whether `training.early_stopping` ended the run."""
@@ -122,7 +122,7 @@ class Loop:
 
     def _step(self) -> None:
         self.before_step()
-        self.advance(*self._context.recovery.attempt(self.position.step + 1, self._saved_at, self._launch))
+        self.advance(*self._context.recovery.attempt(self.position.step + 1, self._saved_step, self._launch))
 
     def before_step(self) -> None:
         if self._previous is None:
@@ -220,18 +220,18 @@ class Loop:
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
             return
         PROGRESS.attribute_failures_to(step)
-        if result.nonfinite_ranks and not result.own_is_nonfinite:
+        if result.nonfinite_ranks and not result.is_local_nonfinite:
             rank = result.nonfinite_rank
             ranks = f"{result.nonfinite_ranks} other ranks" if rank is None else f"rank {rank}"
-            raise RemoteNonfiniteError(f"step {step}: {ranks} had a loss that is not finite; it changed no weights")
+            raise RemoteNonfiniteError(f"step {step}: {ranks} had a non-finite loss; the step changed no weights")
         raise FloatingPointError(
-            f"step {step}: the loss or a gradient is not finite; it changed no weights. Lower "
+            f"step {step}: the loss or a gradient is not finite; the step changed no weights. Lower "
             "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or check the data with "
             "`zerolora inspect`"
         )
 
     def _report(self, step: int, result: StepResult, metrics: dict[str, float], seconds: float) -> None:
-        context, position, counted = self._context, self.position, self._counted
+        context, position, units = self._context, self.position, self._units
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
         # All ranks must call the hooks, since some of them sum over ranks.
@@ -244,14 +244,14 @@ class Loop:
             "train/grad_norm": result.grad_norm,
             "train/nonfinite_steps": float(position.nonfinite_steps),
             "perf/step_ms": seconds * 1e3,
-            f"perf/{counted[0]}_per_second": result.tokens / seconds,
-            f"perf/{counted[0]}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
+            f"perf/{units[0]}_per_second": result.tokens / seconds,
+            f"perf/{units[0]}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
             "memory/peak_gib": read_peak_memory_gib(),
         } | metrics
         if samples := context.batches.samples_per_epoch:
             values["train/epoch"] = position.epoch + position.offset / samples
         counts = (position.tokens, position.target_tokens)
-        values |= {f"train/{name}": float(count) for name, count in zip(counted, counts, strict=False)}
+        values |= {f"train/{name}": float(count) for name, count in zip(units, counts, strict=False)}
         if context.steering is not None:
             values |= context.steering.metrics()
         for metrics_of_hook in measured:
@@ -292,7 +292,7 @@ class Loop:
         self._save_requested = False
         if self._checkpoints is None:
             return
-        if self._saved_at != self.position.step:
+        if self._saved_step != self.position.step:
             self._start_save(self._checkpoints, at_the_end=at_the_end)
         if at_the_end:
             self._checkpoints.finish_save()
@@ -309,7 +309,7 @@ class Loop:
             if at_the_end:
                 raise
         else:
-            self._saved_at = self.position.step
+            self._saved_step = self.position.step
         self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), time.perf_counter() - started
 
 

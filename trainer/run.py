@@ -24,8 +24,8 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, extend_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.scu.controller import Steering
-from trainer.scu.steering import check_start, fit_to_target, start_steering
+from trainer.scu.controller import ScuController
+from trainer.scu.steering import fit_to_target, list_target_warnings, start_steering
 from trainer.setup.build import Builder
 from trainer.setup.joining import join_run
 from trainer.step import StepContext
@@ -56,7 +56,7 @@ class Run:
     batches: BatchSource
     schedule: Any
     restored_scu: dict[str, Any] | None
-    steering: Steering | None
+    steering: ScuController | None
     # train, save
     position: Position
     loop: Loop
@@ -116,8 +116,8 @@ class Run:
         """Restore the checkpoint, write the run's record, evaluate, and build the loop."""
         self._engine, model = engine, engine.module
         position = self.position = self._restore(engine)
-        measured = {"held_out": self.prepared.data.evaluation is not None, "scored": self.config.evaluation.has_scores}
-        best = self.config.training.compared_metric
+        best, has_held_out = self.config.training.compared_metric, self.prepared.data.evaluation is not None
+        measured = {"has_held_out": has_held_out, "has_scores": self.config.evaluation.has_scores}
         self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.say, best=best, **measured)
         self.steering = self._start_steering(engine, position)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
@@ -183,7 +183,7 @@ class Run:
         return position
 
     @phase("steer")
-    def _start_steering(self, engine: Engine, position: Position) -> Steering | None:
+    def _start_steering(self, engine: Engine, position: Position) -> ScuController | None:
         if not self.config.scu.enabled:
             return None
         steering, warnings = start_steering(
@@ -193,7 +193,7 @@ class Run:
         )  # fmt: skip
         batches, _ = self.batches.step_batches(position.epoch, position.offset)
         bits = self.evaluation.compute_mean_loss(batches) / math.log(2)
-        warnings += check_start(steering, bits, self.schedule, self.config, self.total_steps, position.step)
+        warnings += list_target_warnings(steering, bits, self.schedule, self.config, self.total_steps, position.step)
         for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
@@ -205,9 +205,8 @@ class Run:
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
         hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)
         recovery = self.memory.build_recovery(self.ranks.world_size)
-        parts = engine, loss, self.batches, self.ranks, self.schedule
         return Loop(
-            StepContext(*parts, recovery, self.steering, stragglers),
+            StepContext(engine, loss, self.batches, self.ranks, self.schedule, recovery, self.steering, stragglers),
             hooks,
             config.training,
             position,
@@ -216,7 +215,7 @@ class Run:
             reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.has_checkpoints else None,
-            counted=self.task.counted,
+            units=self.task.counted,
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:

@@ -22,7 +22,7 @@ from trainer.parallel.ranks.group import Ranks, sum_over_ranks
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.loss_head import to_device
-from trainer.scu.controller import Steering
+from trainer.scu.controller import ScuController
 from trainer.tasks.task import Batch, BatchSource, StepLoss
 
 NONFINITE = 2**20  # exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank
@@ -52,7 +52,7 @@ class StepResult:
     """Number of ranks with a non-finite local loss."""
     nonfinite_rank: int | None = None
     """The rank with a non-finite local loss; None unless there is exactly one."""
-    own_is_nonfinite: bool = False
+    is_local_nonfinite: bool = False
     """Whether this rank's local loss was non-finite."""
 
     @property
@@ -69,7 +69,7 @@ class StepContext:
     ranks: Ranks
     schedule: Any
     recovery: Recovery
-    steering: Steering | None = None
+    steering: ScuController | None = None
     """Adds its penalty, in nats per token, once per step."""
     stragglers: StragglerWatch | None = None
     """Measures this rank's own time; None with a single rank."""
@@ -108,7 +108,7 @@ class StepInFlight:
         count, number = divmod(int(nonfinite), NONFINITE)
         return StepResult(
             loss_sum, weight, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0,
-            nonfinite_ranks=count, nonfinite_rank=number if count == 1 else None, own_is_nonfinite=own > 0,
+            nonfinite_ranks=count, nonfinite_rank=number if count == 1 else None, is_local_nonfinite=own > 0,
         )  # fmt: skip
 
     def seconds_since(self, earlier: "StepInFlight") -> float:

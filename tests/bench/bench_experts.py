@@ -50,7 +50,7 @@ def main() -> None:
     index = route(options.routing, T, K, E, torch.Generator().manual_seed(0)).cuda()
     weights = torch.rand(T, K, device="cuda").bfloat16().requires_grad_()
     gate_up, down = normal(E, 2 * INNER, H, size=H**-0.5), normal(E, H, INNER, size=INNER**-0.5)
-    frozen = ExpertWeights(ExpertMatrix.plain(gate_up), ExpertMatrix.plain(down))
+    frozen = ExpertWeights(ExpertMatrix.from_plain(gate_up), ExpertMatrix.from_plain(down))
     shapes = [(E, rank, H), (E, 2 * INNER, rank), (E, rank, INNER), (E, H, rank)]
     factors = [normal(*shape, size=0.05).requires_grad_() for shape in shapes]
     a_gu, b_gu, a_d, b_d = factors

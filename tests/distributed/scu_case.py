@@ -26,7 +26,7 @@ from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, sta
 from trainer.parallel.ranks.group import Ranks, form_process_group, leave_process_group, sum_over_ranks
 from trainer.patches.deepspeed_workarounds import compute_gradient_norm
 from trainer.scu import law as scu
-from trainer.scu.controller import ScuError, Steering
+from trainer.scu.controller import ScuController, ScuError
 
 WORLD, ACCUMULATION, BATCH, LENGTH, VOCABULARY, TOKENS = 2, 2, 2, 12, 64, 400
 RATE = 0.05
@@ -122,9 +122,9 @@ def on_engine(
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     engine: Any = start_engine(model, optimizer, build_deepspeed_config(training, zero, "fp32", on_gpu=False))
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
-    steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
+    steering = ScuController(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
     assert steering.information is not None
-    low, high = steering.information.compute_reachable_squares(0.0, 0.0)
+    low, high = steering.information.compute_reachable_bounds(0.0, 0.0)
     rank = dist.get_rank()
     out: dict[str, Any] = {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high], "norms": []}
     for step in range(1, steps + 1):
@@ -188,7 +188,7 @@ def compare(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def disagreement(steering: Steering, steps: int) -> dict[str, Any]:
+def disagreement(steering: ScuController, steps: int) -> dict[str, Any]:
     """What all ranks have as lambda, and what happens when rank 1's is off by one bit."""
     lambdas: list[Any] = [None] * WORLD
     dist.all_gather_object(lambdas, [record["lambda"].hex() for record in steering.records])

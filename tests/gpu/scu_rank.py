@@ -10,14 +10,14 @@ from pathlib import Path
 
 import trainer.train
 from trainer.parallel.ranks.group import exit_process
-from trainer.scu.controller import Steering
+from trainer.scu.controller import ScuController
 
 
 def record(folder: Path, spoil: int) -> None:
     """Before every check a line `step lambda` per rank, lambda to the bit; the check itself is the product's."""
-    check = Steering._check_ranks_agree
+    check = ScuController._check_ranks_agree
 
-    def checked(self: Steering, step: int) -> None:
+    def checked(self: ScuController, step: int) -> None:
         from torch import distributed
 
         rank = distributed.get_rank()
@@ -27,7 +27,7 @@ def record(folder: Path, spoil: int) -> None:
             file.write(f"{step} {self.state.lambda_.hex()} {distributed.get_backend()}\n")
         check(self, step)
 
-    Steering._check_ranks_agree = checked  # type: ignore[method-assign]
+    ScuController._check_ranks_agree = checked  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

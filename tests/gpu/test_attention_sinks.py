@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.patches.attention_sinks import flash_with_sinks
+from trainer.patches.attention_sinks import attend_with_sinks
 
 pytestmark = pytest.mark.gpu
 HEADS, SHARED, WIDTH = 8, 2, 64
@@ -40,7 +40,7 @@ def test_outputs_and_gradients_are_those_of_the_softmax_with_its_sink(window: in
     leaves = q, k, v, sinks = tuple(each.clone().requires_grad_() for each in (q, k, v, sinks))
     exact = tuple(each.detach().double().requires_grad_() for each in leaves)
     bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    out = flash_with_sinks(q, k, v, sinks, bounds, max(LENGTHS), 1 / math.sqrt(WIDTH), window)
+    out = attend_with_sinks(q, k, v, sinks, bounds, max(LENGTHS), 1 / math.sqrt(WIDTH), window)
     truth = in_plain_torch(exact[0], exact[1], exact[2], exact[3], window)
     found = torch.autograd.grad(out, leaves, grad)
     expected = torch.autograd.grad(truth, exact, grad.double())

@@ -179,7 +179,7 @@ def test_packed_weights_are_dequantised_to_the_bit(dtype):
         torch.rand(E, generator=generator),
     ]
     for state in (plain, nested):
-        matrix = ExpertMatrix.nf4(packed, state, rows, cols, 64, 64)
+        matrix = ExpertMatrix.from_nf4(packed, state, rows, cols, 64, 64)
         here = experts_kernels.build_dense_weight(
             [packed.cuda(), *(s.cuda() for s in state)], "nf4", [E, rows, cols, 64, 64], dtype
         )
@@ -187,7 +187,7 @@ def test_packed_weights_are_dequantised_to_the_bit(dtype):
     codes = torch.randint(0, 256, (E, rows, cols // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(115, 135, (E, rows, cols // 32), generator=generator, dtype=torch.uint8)
     here = experts_kernels.build_dense_weight([codes.cuda(), scales.cuda()], "mxfp4", [E, rows, cols, 0, 0], dtype)
-    assert torch.equal(here.cpu(), ExpertMatrix.mxfp4(codes, scales).dequantize(dtype))
+    assert torch.equal(here.cpu(), ExpertMatrix.from_mxfp4(codes, scales).dequantize(dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

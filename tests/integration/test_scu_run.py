@@ -21,14 +21,14 @@ import sys
 from trainer.scu import controller as steering
 from trainer.train import main
 
-observe = steering.Steering.observe
+observe = steering.ScuController.observe
 
 
 def poisoned(self, step, loss_sum_global, *others):
     observe(self, step, loss_sum_global * (float("nan") if step == 3 else 1.0), *others)
 
 
-steering.Steering.observe = poisoned
+steering.ScuController.observe = poisoned
 sys.exit(main())
 """
 

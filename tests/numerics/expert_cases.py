@@ -36,8 +36,8 @@ class Problem:
     def frozen(self) -> ExpertWeights:
         def matrix(weight: Tensor) -> ExpertMatrix:
             if self.transposed:
-                return ExpertMatrix.plain(weight.transpose(1, 2).contiguous(), transposed=True)
-            return ExpertMatrix.plain(weight)
+                return ExpertMatrix.from_plain(weight.transpose(1, 2).contiguous(), transposed=True)
+            return ExpertMatrix.from_plain(weight)
 
         gate_up_bias, down_bias = self.biases or (None, None)
         return ExpertWeights(
@@ -137,14 +137,16 @@ def draw_packed(storage: str, shape: tuple[int, int, int], generator: torch.Gene
 
     if storage == "mxfp4":
         # Values up to 6 / 64, from scales that differ.
-        return ExpertMatrix.mxfp4(bytes_of(E, rows, cols // 32, 16), bytes_of(E, rows, cols // 32, low=118, high=122))
+        return ExpertMatrix.from_mxfp4(
+            bytes_of(E, rows, cols // 32, 16), bytes_of(E, rows, cols // 32, low=118, high=122)
+        )
     blocks, code = rows * cols // 64, torch.linspace(-1, 1, 16)
     state = [torch.rand(E, blocks, generator=generator) * 0.1, code]
     if storage == "nested":
         nested = torch.rand(E, -(-blocks // 64), generator=generator) * 0.1
         offset = torch.rand(E, generator=generator) * 0.1
         state = [bytes_of(E, blocks), code, nested, torch.linspace(-1, 1, 256), offset]
-    return ExpertMatrix.nf4(bytes_of(E, rows * cols // 2), state, rows, cols, 64, 64)
+    return ExpertMatrix.from_nf4(bytes_of(E, rows * cols // 2), state, rows, cols, 64, 64)
 
 
 def moved(matrix: ExpertMatrix, device: str) -> ExpertMatrix:

@@ -83,7 +83,7 @@ def test_toolkits_that_do_not_fit(toolkit, torch_cuda, message):
 def test_cards_that_are_too_old():
     assert resolve_architecture((9, 0), (13, 0)) == "90a"
     assert resolve_architecture((7, 0), (12, 8)) == "70"
-    with pytest.raises(BuildError, match=r"6\.1: 7\.0 \(Volta\) or newer"):
+    with pytest.raises(BuildError, match=r"6\.1: 7\.0 \(Volta\) or higher"):
         resolve_architecture((6, 1), (12, 8))
     with pytest.raises(BuildError, match=r"7\.0: nvcc 13\.0 starts at 7\.5"):
         resolve_architecture((7, 0), (13, 0))
@@ -235,7 +235,7 @@ def test_a_shared_build_is_made_once(shared):
     ("words", "said"),
     [
         (["--into", "x", "--arch", "sm_90"], "error: --arch sm_90: must be a compute capability, such as 9.0"),
-        (["--into", "x", "--arch", "6.1"], "error: compute capability 6.1: 7.0 (Volta) or newer is needed"),
+        (["--into", "x", "--arch", "6.1"], "error: compute capability 6.1: 7.0 (Volta) or higher is required"),
     ],
 )
 def test_what_cannot_be_built_for_is_one_line(words, said, tmp_path, monkeypatch, capsys):

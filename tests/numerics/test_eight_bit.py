@@ -147,5 +147,5 @@ def test_bad_input_names_the_values() -> None:
         call(ops.EightBitWeight(weight.values.new_empty(0), weight.row_scale), torch.randn(5, 32))
     with pytest.raises(ValueError, match=r"all uint8 \(e4m3\) or all int8"):
         call(ops.EightBitWeight(torch.randn(16, 32), weight.row_scale), torch.randn(5, 32))
-    with pytest.raises(ValueError, match=r"scales \(16,\) of torch.float16"):
+    with pytest.raises(ValueError, match=r"scales per row .* \(16,\) and dtype torch.float16"):
         call(ops.EightBitWeight(weight.values, weight.row_scale.half()), torch.randn(5, 32))

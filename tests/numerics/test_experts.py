@@ -123,7 +123,7 @@ def test_nf4_as_bitsandbytes_has_it(nested: bool) -> None:
         dense = [functional.dequantize_4bit(q, s) for q, s in zip(packed, states, strict=True)]
         blocks = states[0].blocksize, states[0].state2.blocksize if nested else 0
         _, rows, cols = weight.shape
-        return ExpertMatrix.nf4(torch.stack(packed), state, rows, cols, *blocks), torch.stack(dense)
+        return ExpertMatrix.from_nf4(torch.stack(packed), state, rows, cols, *blocks), torch.stack(dense)
 
     (gate_up, problem.gate_up), (down, problem.down) = matrix(problem.gate_up), matrix(problem.down)
     assert torch.equal(gate_up.dequantize(torch.float32), problem.gate_up)
@@ -137,7 +137,7 @@ def test_mxfp4_as_transformers_reads_it() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(110, 140, (3, 6, 2), generator=generator, dtype=torch.uint8)
-    ours = ExpertMatrix.mxfp4(blocks, scales).dequantize(torch.bfloat16)
+    ours = ExpertMatrix.from_mxfp4(blocks, scales).dequantize(torch.bfloat16)
     assert torch.equal(ours.transpose(1, 2), convert(blocks, scales, dtype=torch.bfloat16))
 
 
@@ -154,4 +154,4 @@ def test_bad_inputs_name_their_values() -> None:
     with pytest.raises(ValueError, match=r"A .* B"):
         experts_mlp(problem.hidden, *args[:3], ExpertAdapter(b, a))
     with pytest.raises(ValueError, match="a block must not cross"):
-        ExpertMatrix.nf4(torch.zeros(1), [torch.zeros(3, 1)], 3, 5, 64)
+        ExpertMatrix.from_nf4(torch.zeros(1), [torch.zeros(3, 1)], 3, 5, 64)

@@ -81,7 +81,7 @@ def test_a_projection_made_before_gives_the_same_outputs(p):
         others, nothing = FORWARD(x, *lists, *tail, before)
     assert torch.equal(h, before) and nothing.numel() == 0
     assert all(torch.equal(one, other) for one, other in zip(ys, others, strict=True))
-    with pytest.raises(ValueError, match=r"h \(\d+, 8\)"), torch.no_grad():
+    with pytest.raises(ValueError, match=r"h has shape \(\d+, 8\)"), torch.no_grad():
         FORWARD(x, *lists, *tail, before[:, :8])
 
 
@@ -330,7 +330,7 @@ def _swap(results):
 
 
 def _without_mask(problem):
-    h = reference.project(problem.x, problem.down, problem.scale)
+    h = reference.compute_h(problem.x, problem.down, problem.scale)
     return reference.backward(problem.grad, problem.x, problem.weight, problem.down, problem.up, h, problem.scale)[0]
 
 
@@ -345,4 +345,4 @@ def test_a_mutation_overspends_the_budget(name):
 
 
 def test_h_has_room_for_16_byte_reads():
-    assert [lora.round_up_rank(rank) for rank in (1, 8, 9, 256)] == [8, 8, 16, 256]
+    assert [lora.compute_h_width(rank) for rank in (1, 8, 9, 256)] == [8, 8, 16, 256]

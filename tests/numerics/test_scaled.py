@@ -88,14 +88,17 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
     codes, scales = drawn((64, 64), (32, 32))
     x, down, up = torch.randn(3, 64), torch.randn(4, 64), torch.randn(64, 4)
     cases = {
-        r"scales \(2, 2\) .* in blocks of 16 x 32: expected \(4, 2\)": (x, ops.ScaledWeight(codes, scales, (16, 32))),
+        r"scales per 16 x 32 block .* \(2, 2\) .* expected \(4, 2\)": (
+            x,
+            ops.ScaledWeight(codes, scales, (16, 32)),
+        ),
         r"8-bit weight \(64, 64\) for x \(3, 32\)": (x[:, :32], ops.ScaledWeight(codes, scales, (32, 32))),
         "expected all uint8 .e4m3. or all int8": (x, ops.ScaledWeight(codes.float(), scales, (32, 32))),
     }
     for message, (tokens, weight) in cases.items():
         with pytest.raises(ValueError, match=message):
             ops.scaled_group(tokens, [weight], [None], [down[:, : tokens.shape[1]]], [up], [1.0])
-    with pytest.raises(ValueError, match="expected one size"):
+    with pytest.raises(ValueError, match="different block sizes"):
         pair = [ops.ScaledWeight(codes, scales, block) for block in ((32, 32), (64, 64))]
         ops.scaled_group(x, pair, [None, None], [down, down], [up, up], [1.0, 1.0])
 
@@ -112,7 +115,7 @@ def test_experts_in_8_bits_are_those_of_the_dequantised_weights(
         each = [drawn((rows, cols), block or (1, cols), storage) for _ in range(E)]
         codes, scales = (torch.stack(parts) for parts in zip(*each, strict=True))
         packed.append(ops.ExpertMatrix.from_8bit(codes, scales, block))
-        plain.append(ops.ExpertMatrix.plain(packed[-1].dequantize(torch.float32)))
+        plain.append(ops.ExpertMatrix.from_plain(packed[-1].dequantize(torch.float32)))
         of_one = reference.dequantize_blocks(*each[1], block or (1, cols), torch.float32)
         assert torch.equal(plain[-1].tensors[0][1], of_one)
     x = torch.randn(9, H, requires_grad=True)

@@ -151,7 +151,7 @@ def test_what_peft_cannot_train_is_refused_before_weights_are_loaded(tmp_path: P
     lora = LoraSection(adapter_path=str(tmp_path))
     check_added_tokens(empty("llama", tie_word_embeddings=True), lora, [5])
     for model, tokens in ((empty("llama", tie_word_embeddings=True), [5, 7]), (empty("llama"), [5])):
-        with pytest.raises(UserError, match=r"^model.added_tokens: the adapter at lora.adapter_path=.* has no rows of"):
+        with pytest.raises(UserError, match=r"^model.added_tokens: the adapter at lora.adapter_path=.* has no .* rows"):
             check_added_tokens(model, lora, tokens)
 
 

@@ -22,12 +22,12 @@ from trainer.config import ModelSection, UserError
 from trainer.model.base import load_base_model
 from trainer.patches.packed_attention import (
     VARLEN,
+    attend_with_repeated_heads,
     check_attention_supported,
     choose_attention,
     copy_heads_without_flash,
-    install_sdpa_with_own_heads,
     mask_padding,
-    sdpa_with_own_heads,
+    register_repeated_heads,
     set_varlen,
     varlen_attention,
 )
@@ -147,7 +147,7 @@ def test_cudnn_is_left_to_whole_tiles(folder: Path) -> None:
 
 @pytest.fixture
 def own_heads() -> Iterator[None]:
-    yield install_sdpa_with_own_heads()
+    yield register_repeated_heads()
     AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
@@ -159,7 +159,7 @@ def test_copied_heads_give_the_same_logits_and_gradients(
     positions = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])} if packed else {}
     ids = torch.arange(1, 13)[None]
     seen = []
-    for attention in (sdpa_with_own_heads, sdpa_attention_forward):
+    for attention in (attend_with_repeated_heads, sdpa_attention_forward):
         AttentionInterface.register("sdpa", attention)
         model = load(folder, window, "sdpa")
         logits = model(input_ids=ids, use_cache=False, **positions).logits
@@ -185,7 +185,10 @@ def test_copied_heads_are_not_left_to_torch(own_heads: None, monkeypatch: pytest
     module = torch.nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
     query, key = torch.rand(1, 4, 8, 16), torch.rand(1, 2, 8, 16)
-    outs = [attention(module, query, key, key, None)[0] for attention in (sdpa_with_own_heads, sdpa_attention_forward)]
+    outs = [
+        attention(module, query, key, key, None)[0]
+        for attention in (attend_with_repeated_heads, sdpa_attention_forward)
+    ]
     torch.testing.assert_close(*outs)
     assert seen == [(4, 4, False), (2, 2, True)]
 
@@ -196,7 +199,7 @@ def test_copied_heads_leave_a_graph_whole() -> None:
     query, key = torch.rand(1, 4, 8, 16), torch.rand(1, 2, 8, 16)
 
     def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return sdpa_with_own_heads(module, query, key, key, None)[0]
+        return attend_with_repeated_heads(module, query, key, key, None)[0]
 
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(query, key), attend(query, key))
@@ -217,7 +220,7 @@ def test_without_flash_attention_sdpa_has_own_heads(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     try:
         copy_heads_without_flash(torch.device("cuda"), dtype)
-        assert (AttentionInterface()["sdpa"] is sdpa_with_own_heads) == own
+        assert (AttentionInterface()["sdpa"] is attend_with_repeated_heads) == own
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import ScuSection, UserError, load_config
 from trainer.scu import law as scu
-from trainer.scu.controller import ScuError, Steering
+from trainer.scu.controller import ScuController, ScuError
 
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -29,10 +29,10 @@ def adapted(device: str = "cpu") -> nn.Module:
     return get_peft_model(LlamaForCausalLM(TINY), lora).to(device)
 
 
-def steer(model: nn.Module, total_steps: int = 10, **settings: Any) -> Steering:
+def steer(model: nn.Module, total_steps: int = 10, **settings: Any) -> ScuController:
     settings = {"enabled": True, "law": "published", "target": 0.05, "sigma": 0.05, "kp": 3.0, "ki": 0.5} | settings
     section = ScuSection(**settings)
-    return Steering(section, model, target_tokens=TOKENS, total_steps=total_steps, base_parameters=1_000_000_000)
+    return ScuController(section, model, target_tokens=TOKENS, total_steps=total_steps, base_parameters=1_000_000_000)
 
 
 class Loop:
@@ -256,7 +256,7 @@ def test_a_target_that_a_falling_loss_will_reach_is_not_refused() -> None:
     """S = 0.125 at the 8.5 bits of the untrained model is S = 0.55 at 1 bit: the same adapter, the same rates."""
     steering = steer(adapted(), measure="factors", target=0.5, sigma=0.2)
     assert steering.information is not None
-    _, squares = steering.information.compute_reachable_squares(1e-4, 1e-4)
+    _, squares = steering.information.compute_reachable_bounds(1e-4, 1e-4)
     assert (
         scu.compute_s_ratio(8.5, steering.information.compute_bits(squares))
         < 0.5
@@ -333,9 +333,9 @@ def test_the_first_lambda_is_near_that_of_the_target(settings: dict[str, Any], s
 def test_tokens_must_be_known() -> None:
     section = ScuSection(enabled=True, target=0.05)
     with pytest.raises(UserError, match=r"scu\.tokens"):
-        Steering(section, adapted(), target_tokens=None, total_steps=1, base_parameters=1)
+        ScuController(section, adapted(), target_tokens=None, total_steps=1, base_parameters=1)
     given = ScuSection(enabled=True, target=0.05, tokens=77)
-    assert Steering(given, adapted(), target_tokens=5, total_steps=1, base_parameters=1).tokens == 77
+    assert ScuController(given, adapted(), target_tokens=5, total_steps=1, base_parameters=1).tokens == 77
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from trainer.data.samples import Sample
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.graphed_loss import replace_forward
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
-from trainer.scu.controller import ScuError, Steering
+from trainer.scu.controller import ScuController, ScuError
 from trainer.scu.divergence import Divergence, Reference, cache_base_states
 
 VOCABULARY = 64
@@ -252,7 +252,7 @@ class Loop:
         self.model: Any = get_peft_model(LlamaForCausalLM(TINY), lora)
         divergence = Divergence(engine_of(self.model), TokenLoss(self.model), reference())
         section = ScuSection(**({"enabled": True, "measure": "kl", "target": 0.05, "deadband": 0.0} | settings))
-        self.steering = Steering(
+        self.steering = ScuController(
             section, self.model, target_tokens=None, total_steps=10, base_parameters=1, divergence=divergence
         )
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -156,4 +156,4 @@ def test_trained_norms_stay_the_models_own(monkeypatch):
     replaced = replace_elementwise(build("llama", monkeypatch), frozen_norms=False)
     assert replaced.norms == 0 and replaced.mlps == 2
     assert [part for part, reason in replaced.find_reasons().items() if not reason] == ["swiglu", "rope"]
-    assert "5 x LlamaRMSNorm: its weight is trained" in replaced.format_summary()[1]
+    assert "5 x LlamaRMSNorm: the weight is trained" in replaced.format_summary()[1]

@@ -121,10 +121,10 @@ def test_information_is_the_same_and_its_gradient_reaches_the_buffer(tmp_path: P
     together = AdapterInformation(find_pairs(model), measure, sigma=0.01, tokens=100, flat=flat)
     assert all(chunk.flat is flat for chunk in together.chunks)
     flat.read_through_views()
-    squares = together.compute_squares()
-    torch.testing.assert_close(squares.detach(), apart.compute_squares().detach())
+    squares = together.compute_sum_of_squares()
+    torch.testing.assert_close(squares.detach(), apart.compute_sum_of_squares().detach())
     squares.backward()
-    apart.compute_squares().backward()
+    apart.compute_sum_of_squares().backward()
     gradients = flat_gradients(model, flat)
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad:

@@ -15,7 +15,7 @@ from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
 from trainer.contract import known_versions
 from trainer.contract.known_versions import KNOWN, build_version_warning, describe_untested, require
-from trainer.model.expert_layers import holds_experts
+from trainer.model.expert_layers import has_fused_experts
 from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.patches.loss_head import bypass_adapter
 from trainer.patches.mamba import LAYER_KERNEL, has_scan_kernels, install_mamba_projections
@@ -152,19 +152,19 @@ class Experts(torch.nn.Module):
 
 
 def test_experts_that_compute_with_more_than_is_known_get_no_adapter() -> None:
-    assert holds_experts(Experts())
+    assert has_fused_experts(Experts())
     normed = Experts(post_expert_norm=torch.nn.LayerNorm(4))
     normed.has_post_expert_norm = True  # type: ignore[assignment]
-    assert holds_experts(normed)
+    assert has_fused_experts(normed)
     for more in (
         {"post_expert_norm": torch.nn.LayerNorm(4)},
         {"pre_norm": torch.nn.LayerNorm(4)},
         {"down_bias": torch.nn.Parameter(torch.ones(2, 4))},
     ):
-        assert not holds_experts(Experts(**more))
+        assert not has_fused_experts(Experts(**more))
     without_gate = Experts()
     del without_gate._apply_gate
-    assert not holds_experts(without_gate), "as those of LongCat-Flash, some of which pass their input on"
+    assert not has_fused_experts(without_gate), "as those of LongCat-Flash, some of which pass their input on"
 
 
 def test_a_mamba_layer_whose_kernel_has_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

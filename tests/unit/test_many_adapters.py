@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ops.lora import lora_group
-from ops.many_adapters import Bundle, add_adapters, enter
+from ops.many_adapters import Bundle, add_adapters, begin_frozen_matmuls
 
 IN, OUTS = 24, (16, 40)
 CASES = {
@@ -46,7 +46,7 @@ def test_each_part_is_that_of_its_adapter_alone(case: str) -> None:
                 alone.append(lora_group(part, weights, [], down, up, [scale] * 2, dropout))
         torch.rand(1)
         downs, ups, start = downs + own[0], ups + own[1], end
-    entered, pending = enter(x)
+    entered, pending = begin_frozen_matmuls(x)
     frozen = [entered @ weight.t() for weight in weights]
     found = add_adapters(x, frozen, bundles, downs, ups, pending)
     expected = [torch.cat([outputs[layer] for outputs in alone]) for layer in range(2)]
@@ -66,7 +66,7 @@ def test_a_nan_stays_in_the_rows_and_factors_of_its_adapter() -> None:
     down, up = draw(2, 4, IN), draw(2, 16, 4)
     with torch.no_grad():
         x[0, 0] = torch.nan
-    entered, pending = enter(x)
+    entered, pending = begin_frozen_matmuls(x)
     [found] = add_adapters(x, [entered @ weight.t()], [Bundle(0, 6, 2, (0,), (1.0,))], [down], [up], pending)
     grad_x, grad_down, grad_up = torch.autograd.grad(found.sum(), [x, down, up])
     assert found[0].isnan().all() and found[3:].isfinite().all()

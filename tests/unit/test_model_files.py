@@ -59,13 +59,13 @@ def index_text(content: str | bytes) -> Change:
 
 
 DAMAGED: dict[str, tuple[Change, str]] = {
-    "activation": (config(hidden_act="x"), "transformers does not know 'x'"),
+    "activation": (config(hidden_act="x"), "transformers does not support 'x'"),
     "architectures": (config(architectures=5), "config.json: architectures: "),
     "an architecture": (config(architectures=[5]), "config.json: architectures.0: "),
     "a billion layers": (config(num_hidden_layers=10**9), "config.json: num_hidden_layers: .* 10000"),
     "model type": (config(model_type=["llama"]), "config.json: model_type: "),
     "code of its own": (config(auto_map=5), "config.json: auto_map: "),
-    "rope": (config(rope_parameters={"rope_type": "zzz"}), "does not know 'zzz'"),
+    "rope": (config(rope_parameters={"rope_type": "zzz"}), "does not support 'zzz'"),
     "groups": (packed([1]), "config.json: quantization_config.config_groups: "),
     "a group": (packed({"a": 5}), r"quantization_config.config_groups.a: must be a mapping;"),
     "weights of a group": (packed({"a": {"weights": 7}}), "quantization_config.config_groups.a.weights: "),

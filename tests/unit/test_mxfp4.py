@@ -158,7 +158,7 @@ MIXED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "announced only": (tensors(none_packed), ("config.json says mxfp4, but no tensor", "remove")),
     "8-bit floats": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.float8_e4m3fn)})),
-        (f"{QUERY} is stored in 8 bits or less (F8_E4M3), unlike others", "full-precision"),
+        (f"{QUERY} is stored in 8 bits or less (F8_E4M3), unlike the other weights", "full-precision"),
     ),
     "bytes": (
         tensors(lambda stored: stored.update({QUERY: stored[QUERY].to(torch.uint8)})),

@@ -123,6 +123,6 @@ def test_layers_that_combine_several_tokens_into_one_are_found() -> None:
     """DeepSeek-V4 compresses four tokens into one, also of two documents: too few to be seen in short ones."""
     model = adapted("deepseek_v4")
     with pytest.raises(
-        UserError, match=r"dataset.packing=true: .* documents of a pack have different logits than alone"
+        UserError, match=r"dataset.packing=true: .* packed documents have different logits than separate ones"
     ):
         separate_documents(TokenLoss(model), model, 0, CPU)

@@ -27,7 +27,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.model.base import build_empty_model, load_base_model, load_model_config
 from trainer.model.integer_weights import IntegerFormat, check_integer_targets, check_torchao, choose_integer_format
 from trainer.model.random_weights import build_random_config
-from trainer.patches.fake_quantised_lora import install_fake_quantization
+from trainer.patches.fake_quantized_lora import install_fake_quantization
 
 pytest.importorskip("torchao", reason="needs torchao: pip install torchao compressed-tensors")
 
@@ -136,7 +136,7 @@ def test_zeros_stay_and_nan_is_not_hidden() -> None:
 def test_a_trained_base_weight_is_refused() -> None:
     x, weight, bias, down, up = factors()
     y = fake_quantize_linear(x, weight.requires_grad_(), bias, down, up, SCALE, INT8.quantize)
-    with pytest.raises(ValueError, match="no gradient of the base weight; freeze it"):
+    with pytest.raises(ValueError, match="does not compute its gradient; freeze it"):
         y.sum().backward()
 
 
@@ -178,7 +178,7 @@ def test_experts_and_layers_that_are_not_linear_are_refused() -> None:
 
 def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"training\.qat=int8: needs torchao, .* pip install torchao"):
+    with pytest.raises(UserError, match=r"training\.qat=int8: needs torchao, .*; run `pip install torchao"):
         check_torchao("training.qat=int8")
 
 
@@ -206,7 +206,7 @@ def test_disabled_adapters_leave_the_base_as_it_is(tmp_path: Path) -> None:
     ids = torch.arange(3, 43).view(2, 20)
     adapted = apply_adapter(base(), LoraSection(r=4), torch.float32)
     assert (
-        "14 adapted layers (int4, a scale for each 64 weights)"
+        "14 adapted layers (int4, one scale per 64 weights)"
         in install_fake_quantization(adapted, "int4", torch.float32)[0]
     )
     with torch.no_grad(), adapted.disable_adapter():
@@ -254,7 +254,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(
     assert f"zerolora merge {folder} --quantize {kind}" in console
     assert merge_main([str(folder), "--quantize", kind]) == 0
     printed = capsys.readouterr().err
-    assert f"14 layers in {kind}, a scale for each" in printed and "note" not in printed and "warning" not in printed
+    assert f"14 layers in {kind}, one scale per" in printed and "note" not in printed and "warning" not in printed
     merged = folder / f"merged-{kind}"
     stored = load_file(merged / "model.safetensors")
     bits = 8 if kind == "int8" else 4

@@ -17,7 +17,7 @@ from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.model.targets import check_targets, describe_unadapted_layers, find_layers_to_adapt
 from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config
 
-NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT refuses", "route tokens"
+NEVER, NO_GRADIENT, PEFT, CHOOSE = "never called", "no gradient", "PEFT does not adapt", "route tokens"
 LEFT_OUT: dict[str, list[tuple[str, str]]] = {
     "afmoe": [("gate (3)", CHOOSE)],
     "bart": [("k_proj (2), out_proj (2), q_proj (2), v_proj (2)", NEVER)],
@@ -73,7 +73,7 @@ def test_routers_are_left_out_however_a_base_is_loaded(kind: str, stage: int, qu
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_adapted_layer_of_every_family_gets_a_gradient(kind: str) -> None:
     model = tiny_family(kind)
-    late = probe_gradient_coverage(model).in_long_sequences
+    late = probe_gradient_coverage(model).only_in_long_sequences
     assert untrained_layers(model, 16) <= late
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_observed_of_a_model_whose_pass_fails(monkeypatch: pytest.Mon
     [
         ("deepseek_v32", "indexer.wk", "no gradient of the loss"),
         ("jamba", "dt_proj", "never called"),
-        ("falcon_mamba", "out_proj", "PEFT refuses them in falcon_mamba models"),
+        ("falcon_mamba", "out_proj", "PEFT does not adapt them in falcon_mamba models"),
         ("longcat_flash", "experts", "adapters do not support the experts of LongcatFlashExperts"),
     ],
 )

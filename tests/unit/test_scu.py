@@ -330,7 +330,7 @@ def test_kl_recovers_from_a_useless_lambda() -> None:
 
 @pytest.mark.parametrize(("kp", "ki"), [(0.5, 0.2), (0.5, 3.0), (0.0, 0.1)])
 def test_gains_that_swing_are_refused(kp: float, ki: float) -> None:
-    with pytest.raises(ValueError, match=rf"^ki={ki:g}: with scu.kp={kp:g} .* oscillation of lambda grows"):
+    with pytest.raises(ValueError, match=rf"^ki={ki:g}: lambda oscillates increasingly with scu.kp={kp:g} "):
         ours(kp=kp, ki=ki)
     with pytest.raises(ValueError, match="ki=0: lambda would never"):
         ours(ki=0.0)

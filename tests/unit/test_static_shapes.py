@@ -103,13 +103,13 @@ def test_only_documents_of_one_length_are_taken_for_that() -> None:
         batch = collate_samples([sample(*lengths)], 0, packed=True, flat=True)
         shape = choose_shape(batch)
         assert not shape.is_even or lengths == (60,)
-        assert not even.holds(shape) and shape.holds(shape)
+        assert not even.fits(shape) and shape.fits(shape)
         assert max(lengths) <= shape.longest and (shape.is_even or len(lengths) < shape.documents)
 
 
 def test_a_larger_shape_holds_a_smaller_one_of_as_many_tokens() -> None:
     large = StaticShape(1, 512, 256, True, 16, 256)
-    assert large.holds(StaticShape(1, 512, 64, True, 8, 128))
+    assert large.fits(StaticShape(1, 512, 64, True, 8, 128))
     for other in (
         StaticShape(1, 512, 320, True, 8, 128),
         StaticShape(1, 512, 64, True, 32, 128),
@@ -118,7 +118,7 @@ def test_a_larger_shape_holds_a_smaller_one_of_as_many_tokens() -> None:
         StaticShape(2, 512, 64, True, 8, 128),
         StaticShape(1, 512, 64),
     ):
-        assert not large.holds(other)
+        assert not large.fits(other)
 
 
 def test_padding_is_a_sixteenth_at_most() -> None:

@@ -153,12 +153,21 @@ def test_the_estimate_counts_the_stored_bytes(root: Path, form: str, tmp_path: P
 def test_layers_that_config_json_leaves_out_are_known_by_each_rule() -> None:
     query, gate = QUERY, "model.layers.1.mlp.gate"
     awq = FourBitFormat("AWQ", 128, True, ("visual", "mlp.gate."))
-    assert awq.holds(query) and not awq.holds("visual.blocks.0.attn.qkv") and not awq.holds("lm_head")
+    assert (
+        awq.is_quantized(query) and not awq.is_quantized("visual.blocks.0.attn.qkv") and not awq.is_quantized("lm_head")
+    )
     rules = {"-:.*\\.mlp\\.gate$": {}, "+:.*down.*": {"group_size": 64}}
     gptq = parse_four_bit_format(with_quantization(FORMS["gptq"] | {"dynamic": rules}))
-    assert isinstance(gptq, FourBitFormat) and gptq.holds(query) and not gptq.holds(gate) and gptq.holds(f"{gate}_proj")
+    assert (
+        isinstance(gptq, FourBitFormat)
+        and gptq.is_quantized(query)
+        and not gptq.is_quantized(gate)
+        and gptq.is_quantized(f"{gate}_proj")
+    )
     compressed = parse_four_bit_format(with_quantization(announced("nvfp4", ("lm_head", "re:.*mlp.gate$"))))
-    assert isinstance(compressed, FourBitFormat) and compressed.holds(query) and not compressed.holds(gate)
+    assert (
+        isinstance(compressed, FourBitFormat) and compressed.is_quantized(query) and not compressed.is_quantized(gate)
+    )
 
 
 def with_quantization(settings: dict[str, Any]) -> Any:
@@ -374,7 +383,7 @@ def test_requantised_weights_read_back_as_the_nearest_values(root: Path, form: s
     (tmp_path / "config.json").write_text((root / form / "config.json").read_text())
     plain = write_dequantized(tmp_path, tmp_path / "plain", form)
     assert torch.equal(load_file(plain / "model.safetensors")[name], written)
-    if not layout.ordered:
+    if not layout.has_order:
         # Each of the 16 codes at every place, by the format's own reader: none is nearer.
         for code in range(16):
             packed = torch.full((layout.rows, layout.cols // 2), code | code << 4, dtype=torch.uint8)

@@ -188,9 +188,11 @@ def test_the_estimate_counts_the_bytes_that_lie_there(root: Path, form: str) -> 
 
 def test_what_config_json_leaves_out_is_known_by_either_rule() -> None:
     names = Fp8Format(None, ("lm_head", "model.layers.0.mlp.gate", "re:.*self_attn.*", "model.vision_tower"))
-    assert names.holds("model.layers.0.mlp.gate_proj") and not names.holds("model.layers.0.mlp.gate")
-    assert not names.holds("model.layers.3.self_attn.q_proj") and not names.holds("lm_head")
-    assert not names.holds("model.vision_tower.layers.0.fc1") and names.holds("model.layers.0.mlp.down_proj")
+    assert names.is_quantized("model.layers.0.mlp.gate_proj") and not names.is_quantized("model.layers.0.mlp.gate")
+    assert not names.is_quantized("model.layers.3.self_attn.q_proj") and not names.is_quantized("lm_head")
+    assert not names.is_quantized("model.vision_tower.layers.0.fc1") and names.is_quantized(
+        "model.layers.0.mlp.down_proj"
+    )
 
 
 def run_config(base: Path, **settings: Any) -> RunConfig:

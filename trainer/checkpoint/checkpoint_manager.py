@@ -35,7 +35,7 @@ from trainer.parallel.engine.optimizer import has_positive_rate, restore_schedul
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, run_on_main
 from trainer.parallel.ranks.progress import phase
-from trainer.scu.controller import Steering
+from trainer.scu.controller import ScuController
 from trainer.tasks.task import BatchSource
 
 REQUANTIZED_MOMENTS = (
@@ -129,7 +129,7 @@ class CheckpointManager:
 
     @phase("save")
     def save(
-        self, engine: Engine, position: Position, schedule: Any, batches: BatchSource, steering: Steering | None
+        self, engine: Engine, position: Position, schedule: Any, batches: BatchSource, steering: ScuController | None
     ) -> None:
         """Start writing the state queued by `copy`, and all other state, in the background; a collective call.
 

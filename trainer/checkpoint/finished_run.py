@@ -28,7 +28,7 @@ from trainer.model.base import load_base_model, load_tokenizer, resize_to_vocabu
 from trainer.model.saved_adapter import load_adapter
 from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.parallel.ranks.group import set_seed
-from trainer.patches.fake_quantised_lora import install_fake_quantization
+from trainer.patches.fake_quantized_lora import install_fake_quantization
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")

@@ -38,7 +38,7 @@ from trainer.parallel.engine.optimizer import use_averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import PROGRESS, phase
-from trainer.scu.controller import Steering
+from trainer.scu.controller import ScuController
 from trainer.tasks.task import Task
 
 INITIAL_ADAPTER = "initial_adapter"
@@ -122,7 +122,7 @@ class RunFolder:
         if self.metrics is not None:
             self.metrics.log_image(step, prompt, image)
 
-    def save_scu_records(self, steering: Steering) -> None:
+    def save_scu_records(self, steering: ScuController) -> None:
         self._write_optional("the SCU's records", partial(steering.write_files, self.path))
 
     def _write_optional(self, label: str, write: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ from trainer.commands.merged_model import build_merged, merge, save_merged
 from trainer.config import UserError
 from trainer.data.conversations import build_template_variables
 from trainer.model.base import load_model_config
-from trainer.model.integer_weights import Integers
+from trainer.model.integer_weights import IntegerKind
 from trainer.model.saved_adapter import load_adapter, scale_adapter
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.sample_images import SAMPLES
@@ -35,7 +35,7 @@ KOHYA, GGUF_NAME = "lora.safetensors", "model.gguf"
 
 class TextAdapter:
     @staticmethod
-    def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: Integers | None) -> str:
+    def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: IntegerKind | None) -> str:
         """Write the merged model; return a message that shows how to load it."""
         merge(run, output, dtype=dtype, scale=scale, quantize=quantize)
         auto = find_task(run.config).auto_class

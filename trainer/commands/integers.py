@@ -16,12 +16,12 @@ from ops.fake_quantize import dequantize, quantize_merged
 from trainer.commands.export.factors import PREFIX
 from trainer.config import UserError
 from trainer.model.integer_weights import (
-    INSTALL,
+    INSTALL_COMMAND,
     IntegerFormat,
-    Integers,
+    IntegerKind,
     check_torchao,
     choose_integer_format,
-    explain_not_rounded,
+    explain_unsupported_layer,
     find_adapted_linears,
 )
 
@@ -29,14 +29,14 @@ from trainer.model.integer_weights import (
 class IntegerMerge:
     """Quantizes the adapted layers of a model before its adapter is merged, and builds the state dict to save."""
 
-    def __init__(self, kind: Integers, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, kind: IntegerKind, dtype: torch.dtype, device: torch.device) -> None:
         """Set the dtype of the model and scales, and the device that computes W + s B A, as in training.
 
         Raises UserError if torchao or compressed-tensors is missing.
         """
         check_torchao(f"--quantize={kind}")
         if importlib.util.find_spec("compressed_tensors") is None:
-            raise UserError(f"--quantize={kind}: compressed-tensors is not installed; {INSTALL}")
+            raise UserError(f"--quantize={kind}: compressed-tensors is not installed; run `{INSTALL_COMMAND}`")
         self.kind, self.dtype, self.device = kind, dtype, device
         self._form: IntegerFormat | None = None
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
@@ -50,7 +50,7 @@ class IntegerMerge:
         if not layers:
             raise UserError(f"--quantize={self.kind}: no linear layer has an adapter; merge without --quantize")
         for path, layer in layers.items():
-            if reason := explain_not_rounded(layer):
+            if reason := explain_unsupported_layer(layer):
                 raise UserError(
                     f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without --quantize"
                 )

@@ -27,7 +27,7 @@ from trainer.commands.integers import IntegerMerge
 from trainer.config import RunConfig, UserError
 from trainer.model import mxfp4
 from trainer.model.base import load_model_config
-from trainer.model.integer_weights import Integers
+from trainer.model.integer_weights import IntegerKind
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.saved_adapter import check_separate_weights, scale_adapter
 from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat, parse_four_bit_format
@@ -43,7 +43,7 @@ SHARD_SIZE = "5GB"
 
 
 def merge(
-    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
+    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float = 1.0, quantize: IntegerKind | None = None
 ) -> Path:
     """Write the merged model and its tokenizer to `output`, and return `output`.
 
@@ -62,7 +62,7 @@ def merge(
     return output
 
 
-def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMerge:
+def _prepare_integers(run: FinishedRun, kind: IntegerKind, dtype: str) -> IntegerMerge:
     """Return the object that quantizes the adapted layers to `kind`; a `dtype` of `auto` is the training dtype.
 
     Raises UserError if the base is in MXFP4 or a library is missing.
@@ -81,7 +81,7 @@ def _prepare_integers(run: FinishedRun, kind: Integers, dtype: str) -> IntegerMe
 
 
 def build_merged(
-    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: Integers | None = None
+    run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: IntegerKind | None = None
 ) -> tuple[Any, Any, dict[str, Tensor] | None]:
     """Return the merged model on the CPU, its tokenizer, and the state dict to save (None: the model's own).
 

@@ -29,7 +29,7 @@ class StaticShape:
     longest: int = 0
     """Upper bound on the document lengths, if the batch has `cu_seqlens`."""
 
-    def holds(self, other: "StaticShape") -> bool:
+    def fits(self, other: "StaticShape") -> bool:
         """Return whether a batch of the other shape may be padded to this one."""
         if (self.rows, self.length, self.packed) != (other.rows, other.length, other.packed):
             return False

@@ -253,7 +253,7 @@ class JointRun:
 
     def _deactivate(self, member: _Member) -> None:
         member.has_finished = member.failure is None
-        self._guard.waiting.add(member.index)
+        self._guard.untrained.add(member.index)
 
     def _launch(self, active: Sequence[_Member]) -> tuple[list[StepInFlight], list[int]]:
         """Launch a joint step. Return each adapter's step, and its number of samples consumed across all ranks."""

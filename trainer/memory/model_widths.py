@@ -70,7 +70,7 @@ def read_weights(
     modules = {
         path: module
         for path, module in model.named_modules()
-        if stored is None or stored.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
+        if stored is None or stored.is_quantized(path.removeprefix("base_model.model.").replace(".base_layer", ""))
     }
     packable = {id(module.weight) for module in modules.values() if is_linear(module) and module is not head}
     experts = {id(weight): len(weight) for module in model.modules() for weight in find_expert_weights(module).values()}
@@ -94,5 +94,5 @@ def read_weights(
             factor="lora_" in name,
             rows=matrix.shape[:-1].numel() if parameter.dim() in (2, 3) else 0,
             stored_bits=stored_bits if frozen else 0,
-            stored_scales=stored.scale_bytes(matrix.shape) if stored is not None and frozen else 0,
+            stored_scales=stored.count_scale_bytes(matrix.shape) if stored is not None and frozen else 0,
         )

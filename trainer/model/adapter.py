@@ -226,8 +226,8 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
     for layer in layers:
         if not any(layer.endswith(name) and set(tokens) <= set(rows) for name, rows in rows_by_layer.items()):
             raise UserError(
-                f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no rows of {layer} for "
-                "them; add tokens in the run that creates the adapter"
+                f"model.added_tokens: the adapter at lora.adapter_path={lora.adapter_path} has no {layer} rows "
+                "for these tokens; add them in the run that creates the adapter"
             )
 
 
@@ -321,7 +321,7 @@ class GradientCheck:
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
             return True
         path = name.removeprefix("base_model.model.").partition(".lora_")[0]
-        return hasattr(self._base, "config") and path in probe_gradient_coverage(self._base).in_long_sequences
+        return hasattr(self._base, "config") and path in probe_gradient_coverage(self._base).only_in_long_sequences
 
     def finish(self) -> None:
         """Remove the hooks and check the gradients they recorded.

@@ -12,7 +12,7 @@ from trainer.contract.known_versions import replaces
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.sources import disable_retries_without_network
 from trainer.model.model_kind import (
-    SCORE,
+    SCORE_WEIGHT,
     check_kind,
     get_auto_class,
     has_score,
@@ -68,21 +68,21 @@ def _apply_overrides(base_model: str, section: ModelSection, model_config: Any) 
     return model_config
 
 
-def _scale_rope(scaling: RopeScaling, text: Any) -> None:
+def _scale_rope(scaling: RopeScaling, text_config: Any) -> None:
     """Set the RoPE scaling and the context length. Raises UserError unless all layers share one rotary embedding."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    if "rope_theta" not in parameters or get_context_length(text) is None:
-        problem = f"{text.model_type} has no single rotary embedding for all layers"
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters or get_context_length(text_config) is None:
+        problem = f"{text_config.model_type} has no single rotary embedding for all layers"
         raise UserError(f"model.rope_scaling.type={scaling.type}: {problem}; remove model.rope_scaling")
     original = scaling.original_max_position_embeddings or parameters.get("original_max_position_embeddings")
-    original = original or text.max_position_embeddings
+    original = original or text_config.max_position_embeddings
     unchanged = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
-    text.rope_parameters = unchanged | {"rope_type": scaling.type, "factor": scaling.factor}
+    text_config.rope_parameters = unchanged | {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.type != "linear":
-        text.rope_parameters["original_max_position_embeddings"] = original
+        text_config.rope_parameters["original_max_position_embeddings"] = original
     if scaling.type == "llama3":
-        text.rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # as in Llama 3.1
-    text.max_position_embeddings = int(original * scaling.factor)
+        text_config.rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # as in Llama 3.1
+    text_config.max_position_embeddings = int(original * scaling.factor)
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
@@ -222,7 +222,7 @@ def load_base_model(
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
-    if has_score(config) and SCORE not in files.read_shapes():
+    if has_score(config) and SCORE_WEIGHT not in files.read_shapes():
         model.score.weight.data = init_score_head(config).to(dtype)
     return model.to(device)
 

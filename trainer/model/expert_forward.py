@@ -91,7 +91,7 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
     weight = getattr(experts, name)
     layout = get_packed_experts_layout(weight)
     if layout is None:
-        return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
+        return ops.ExpertMatrix.from_plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
     from trainer.model.packed_experts import NESTED_BLOCK  # imports bitsandbytes
 
     if layout.dtype != hidden.dtype:
@@ -102,20 +102,20 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
     if layout.groups is not None:
         if layout.cols % layout.groups.group:
             return None
-        stored = ops.ExpertMatrix.grouped(list(weight.sections().values()), layout.groups.floats)
+        stored = ops.ExpertMatrix.from_groups(list(weight.sections().values()), layout.groups.is_float)
         return replace(stored, source=weight)
     if layout.rows * layout.cols % layout.block:
         return None
     sections = weight.sections()
     if layout.kind == MXFP4:
         groups = (layout.experts, layout.rows, layout.cols // layout.block)
-        stored = ops.ExpertMatrix.mxfp4(sections["codes"].view(*groups, -1), sections["scales"].view(groups))
+        stored = ops.ExpertMatrix.from_mxfp4(sections["codes"].view(*groups, -1), sections["scales"].view(groups))
     elif layout.kind == "nf4":
         state = [sections["scales"], sections["book"]]
         if layout.double_quant:
             state += [sections["nested"], sections["nested_book"], sections["offsets"]]
         nested = NESTED_BLOCK if layout.double_quant else 0
-        stored = ops.ExpertMatrix.nf4(sections["codes"], state, layout.rows, layout.cols, layout.block, nested)
+        stored = ops.ExpertMatrix.from_nf4(sections["codes"], state, layout.rows, layout.cols, layout.block, nested)
     else:
         return None
     return replace(stored, source=weight)

@@ -29,10 +29,10 @@ TOP_K_NAMES = (
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with fused experts, by path. The model may be adapted or on the meta device."""
-    return {path: module for path, module in model.named_modules() if holds_experts(module)}
+    return {path: module for path, module in model.named_modules() if has_fused_experts(module)}
 
 
-def holds_experts(module: nn.Module) -> bool:
+def has_fused_experts(module: nn.Module) -> bool:
     names = list_expert_tensors(module)
     if DOWN not in names or len(names) < 2 or _find_unknown_parts(module):
         return False

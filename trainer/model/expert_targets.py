@@ -20,7 +20,7 @@ from trainer.model.expert_layers import (
     find_expert_modules,
     get_expert_shape,
     get_expert_width,
-    holds_experts,
+    has_fused_experts,
     list_expert_tensors,
 )
 from trainer.model.reached_layers import probe_gradient_coverage
@@ -111,7 +111,7 @@ def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     experts, aliases = find_expert_modules(model), list_expert_aliases(model)
-    unknown = {type(part).__name__ for part in model.modules() if find_expert_weights(part) and not holds_experts(part)}
+    unknown = {type(m).__name__ for m in model.modules() if find_expert_weights(m) and not has_fused_experts(m)}
     reason = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(get_full_shape(parameter)) in (2, 3)]
     linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -19,7 +19,7 @@ from trainer.config import QuantizationSection
 from trainer.contract.known_versions import replaces
 from trainer.model.eight_bit import check_input
 
-READ_DIRECTLY = ("dt_proj", "prediction_coefs", "correction_coefs")
+UNQUANTIZED_LAYERS = ("dt_proj", "prediction_coefs", "correction_coefs")
 """Names of layers that stay unquantized: Mamba-1 (Jamba) reads the weight of `dt_proj` without calling the layer, and
 Gemma 3n clips the weights of the other two."""
 

@@ -112,7 +112,7 @@ def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> Prom
     return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
 
 
-def trains_images(model: Any) -> bool:
+def has_trained_image_modules(model: Any) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -148,7 +148,7 @@ def cache_features(
     sharded. The cache folder is named by a hash of the tower's output for a noise image, which identifies its weights.
     """
     inner = find_base_model(model)
-    if trains_images(model):
+    if has_trained_image_modules(model):
         raise UserError("vision.cache=true: the adapter at lora.adapter_path trains the vision tower; set cache: false")
     accepted = inspect.signature(inner.get_image_features).parameters
 

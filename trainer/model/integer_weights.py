@@ -22,18 +22,18 @@ from trainer.config.errors import to_text
 from trainer.model.targets import find_layers_to_adapt, resolve_targets
 from trainer.parallel.engine.linear_layers import is_linear
 
-Integers = Literal["int8", "int4"]
+IntegerKind = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
 GROUP_SIZES = (128, 64, 32)
 """Group sizes that the kernels of vLLM and SGLang support; smaller groups are more accurate."""
-INSTALL = "pip install torchao compressed-tensors"
+INSTALL_COMMAND = "pip install torchao compressed-tensors"
 
 
 @dataclass(frozen=True)
 class IntegerFormat:
     """An integer format. `group` is the number of weights per scale; None for one scale per row."""
 
-    kind: Integers
+    kind: IntegerKind
     group: int | None
     scale_dtype: torch.dtype
 
@@ -42,7 +42,7 @@ class IntegerFormat:
         return BITS[self.kind]
 
     def __str__(self) -> str:
-        return f"{self.kind}, a scale for each {f'{self.group} weights' if self.group else 'row'}"
+        return f"{self.kind}, one scale per {f'{self.group} weights' if self.group else 'row'}"
 
     def quantize(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize fp32 weights to int8 values [O,I] and fp32 scales [O,G]; a NaN weight makes its scale NaN."""
@@ -62,7 +62,7 @@ class IntegerFormat:
 
 
 def choose_integer_format(
-    kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str
+    kind: IntegerKind, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str
 ) -> IntegerFormat:
     """Choose the integer format for layers with these input widths; its scales are stored in `dtype`.
 
@@ -81,7 +81,7 @@ def choose_integer_format(
     )
 
 
-def check_integer_targets(model: Any, lora: LoraSection, kind: Integers) -> None:
+def check_integer_targets(model: Any, lora: LoraSection, kind: IntegerKind) -> None:
     setting = f"training.qat={kind}"
     targets = resolve_targets(model, lora)
     if targets is not None and targets.experts:
@@ -114,7 +114,7 @@ def find_adapted_linears(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def explain_not_rounded(layer: Any) -> str | None:
+def explain_unsupported_layer(layer: Any) -> str | None:
     """Return why the merged weight W + s B A of an adapted layer cannot be quantized to integers; None if it can."""
     names = layer.active_adapters
     if not is_linear(layer.base_layer):
@@ -128,4 +128,4 @@ def explain_not_rounded(layer: Any) -> str | None:
 
 def check_torchao(setting: str) -> None:
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{setting}: needs torchao, which is not installed; {INSTALL}")
+        raise UserError(f"{setting}: needs torchao, which is not installed; run `{INSTALL_COMMAND}`")

@@ -11,7 +11,7 @@ from trainer.model.stored_fp8 import find_quantization_settings
 from trainer.model.stored_settings import find_stored_format
 
 SEQUENCE_CLASS = "ForSequenceClassification"
-SCORE = "score.weight"
+SCORE_WEIGHT = "score.weight"
 """Weight of the score head of reward models."""
 # Suffixes of class names in config.json for models that do not predict the next token.
 OTHER_HEADS = (
@@ -94,13 +94,13 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
     if method == MXFP4 and all_trained:
         raise UserError(
             f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained; use adapter: "
-            "lora or qlora, or a copy of the model in 16 bits"
+            "lora or qlora, or a 16-bit copy of the model"
         )
     stored_format = find_stored_format(model_config)
     if stored_format is not None and all_trained:
         raise UserError(
             f"adapter=none: the weights of {base_model} are stored in {stored_format.name} and cannot be trained; use "
-            "adapter: lora, or a copy of the model in 16 bits"
+            "adapter: lora, or a 16-bit copy of the model"
         )
     if method and method != MXFP4 and stored_format is None:
         raise UserError(

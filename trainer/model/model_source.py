@@ -125,8 +125,8 @@ def check_config_file(base_model: str) -> None:
         raise UserError(f"{prefix}: config.json has no model_type; copy the file from the original model")
     if kind not in CONFIG_MAPPING:
         raise UserError(
-            f"{prefix}: config.json has model_type {kind}, which transformers {__version__} does not know; "
-            "correct it, or install a newer transformers"
+            f"{prefix}: config.json has model_type {kind}, which transformers {__version__} does not support; "
+            "fix it, or install a newer transformers"
         )
 
 
@@ -182,7 +182,7 @@ def build_load_error(
     Pass `model_config` if the configuration was loaded, but no model could be built from it.
     """
     prefix = f"{setting}={name}"
-    reason = f"transformers does not know {error}" if isinstance(error, KeyError) else _shorten_reason(error)
+    reason = f"transformers does not support {error}" if isinstance(error, KeyError) else _shorten_reason(error)
     if isinstance(error, ImportError):
         return UserError(f"{prefix}: {str(error).strip().partition(' but')[0]}; install it with pip")
     if "trust_remote_code" in str(error):

@@ -67,7 +67,7 @@ def strip_quantization(model_config: Any) -> Any:
     return plain
 
 
-def check_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
+def read_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
     """Return the dequantized shape of each tensor by name; `declared`: whether config.json declares MXFP4 experts.
 
     Raises UserError if only some experts are in MXFP4, or if blocks or scales are missing.

@@ -43,7 +43,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
 
 
 def find_rejected_names(model: Any, names: set[str]) -> dict[str, str]:
-    """Map the layer names that PEFT refuses to adapt, as in some Mamba models, to the reason."""
+    """Map the layer names that PEFT does not adapt, as in some Mamba models, to the reason."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
 
@@ -53,7 +53,7 @@ def find_rejected_names(model: Any, names: set[str]) -> dict[str, str]:
             check(config, model, name)
         except ValueError:
             kind = model.config.model_type
-            rejected[name] = f"PEFT refuses them in {kind} models, where kernels read the weight directly"
+            rejected[name] = f"PEFT does not adapt them in {kind} models, where kernels read the weight directly"
     return rejected
 
 

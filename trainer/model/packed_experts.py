@@ -161,8 +161,8 @@ class PackedExperts(nn.Parameter):
         out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
         if layout.is_8bit:
             sections = self.sections()
-            compute_by_row = out.mT if layout.transposed else out
-            dequantize_blocks(sections["codes"], sections["scales"], layout.cell, layout.dtype, compute_by_row)
+            out_by_row = out.mT if layout.transposed else out
+            dequantize_blocks(sections["codes"], sections["scales"], layout.cell, layout.dtype, out_by_row)
             return out
         if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
             sections = self.sections()
@@ -178,7 +178,7 @@ class PackedExperts(nn.Parameter):
         layout, sections = self.packing, self.sections()
         if layout.groups is not None:
             parts = [section[index] for section in sections.values()]
-            return reference.dequantize_groups(parts, layout.groups.floats, layout.groups.group, layout.dtype)
+            return reference.dequantize_groups(parts, layout.groups.is_float, layout.groups.group, layout.dtype)
         if layout.is_8bit:
             return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
         if layout.kind == MXFP4:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.model.model_kind import SCORE
+from trainer.model.model_kind import SCORE_WEIGHT
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import parse_shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES, StoredTensors
@@ -89,13 +89,13 @@ def build_byte_tokenizer() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    marks = [END, START_OF_TURN, END_OF_TURN]
+    special_tokens = [END, START_OF_TURN, END_OF_TURN]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*marks, *letters])}
+    vocabulary = {token: index for index, token in enumerate([*special_tokens, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END)
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -114,31 +114,32 @@ class RandomTensors:
         """Prepare the tensors of `model`; with `in_mxfp4`, experts are stored as blocks and scales, as in gpt-oss."""
         self._base_model = base_model
         self._device = device
-        self._like = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._packed: dict[str, tuple[int, ...]] = {}
         for path, module in model.named_modules() if in_mxfp4 else ():
             for name, experts in find_expert_weights(module).items():
                 count, width, out = experts.shape
-                del self._like[f"{path}.{name}"]
+                del self._parameters[f"{path}.{name}"]
                 self._packed[f"{path}.{name}{BLOCKS}"] = (count, out, width // MXFP4_BLOCK, MXFP4_BLOCK // 2)
                 self._packed[f"{path}.{name}{SCALES}"] = (count, out, width // MXFP4_BLOCK)
 
     def read_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(like.shape) for name, like in self._like.items()} | self._packed
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor on the device, or only `tensor[index : index + 1]` if `index` is given."""
         if name in self._packed:
             count, *shape = self._packed[name]
             return torch.cat([self._draw_packed(name, expert, shape) for expert in _select_experts(count, index)])
-        like = self._like[name]
-        if like.dim() == 3 and ".experts." in name:
-            return torch.cat([self._draw(f"{name} {expert}", like[:1]) for expert in _select_experts(len(like), index)])
-        if like.dim() < 2:
+        weight = self._parameters[name]
+        if weight.dim() == 3 and ".experts." in name:
+            indices = _select_experts(len(weight), index)
+            return torch.cat([self._draw(f"{name} {expert}", weight[:1]) for expert in indices])
+        if weight.dim() < 2:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
-            return torch.full(like.shape, value, dtype=like.dtype, device=self._device)
-        tensor = self._draw(name, like)
+            return torch.full(weight.shape, value, dtype=weight.dtype, device=self._device)
+        tensor = self._draw(name, weight)
         return tensor if index is None else tensor[index : index + 1]
 
     def _draw_packed(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
@@ -152,8 +153,8 @@ class RandomTensors:
         seed = int.from_bytes(hashlib.sha256(f"{self._base_model} {name}".encode()).digest()[:6], "big")
         return torch.Generator(self._device).manual_seed(seed)
 
-    def _draw(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+    def _draw(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        drawn = torch.empty(weight.shape, dtype=weight.dtype, device=self._device)
         return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._build_generator(name))
 
 
@@ -170,10 +171,10 @@ class TensorsWithScore:
         self.stored, self._config = stored, model_config
 
     def read_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {SCORE: (1, self._config.hidden_size)} | self.stored.read_shapes()
+        return {SCORE_WEIGHT: (1, self._config.hidden_size)} | self.stored.read_shapes()
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        is_new = name == SCORE and name not in self.stored.read_shapes()
+        is_new = name == SCORE_WEIGHT and name not in self.stored.read_shapes()
         return init_score_head(self._config) if is_new else self.stored.read(name, index)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.known_versions import replaces
-from trainer.model.expert_layers import holds_experts
+from trainer.model.expert_layers import has_fused_experts
 from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear
 
 NOT_CALLED = "never called as layers in a pass over text"
@@ -37,7 +37,7 @@ class GradientCoverage:
 
     unreached: dict[str, str]
     """Paths of the layers that an adapter cannot train, with the reason."""
-    in_long_sequences: frozenset[str] = frozenset()
+    only_in_long_sequences: frozenset[str] = frozenset()
     """Paths of the layers that receive a gradient only from sequences longer than `FEW_TOKENS`."""
 
 
@@ -63,13 +63,13 @@ def probe_gradient_coverage(model: Any) -> GradientCoverage:
 
 def _observe_gradients(model_class: Any, config: Any) -> GradientCoverage:
     try:
-        few, once = _Pass(model_class, config, FEW_TOKENS), True
+        few, drop_repeated = _Pass(model_class, config, FEW_TOKENS), True
     except Exception:  # models that need all of their layers raise errors of any type
-        few, once = _Pass(model_class, config, FEW_TOKENS, once=False), False
+        few, drop_repeated = _Pass(model_class, config, FEW_TOKENS, drop_repeated=False), False
     late: set[str] = set()
     if few.called - few.reached:
         with suppress(Exception):
-            late = _Pass(model_class, config, MANY_TOKENS, once=once).reached - few.reached
+            late = _Pass(model_class, config, MANY_TOKENS, drop_repeated=drop_repeated).reached - few.reached
     reasons = {path: NO_GRADIENT if path in few.called else NOT_CALLED for path in few.linear - few.reached - late}
     return GradientCoverage(reasons, frozenset(late))
 
@@ -77,8 +77,8 @@ def _observe_gradients(model_class: Any, config: Any) -> GradientCoverage:
 class _Pass:
     """Records which linear layers (except the head) and experts a pass calls, and which receive a gradient."""
 
-    def __init__(self, model_class: Any, config: Any, tokens: int, *, once: bool = True) -> None:
-        """Run the pass; with `once`, only the first layer runs if several differ only in their index."""
+    def __init__(self, model_class: Any, config: Any, tokens: int, *, drop_repeated: bool = True) -> None:
+        """Run the pass; with `drop_repeated`, only the first layer runs if several differ only in their index."""
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -88,7 +88,7 @@ class _Pass:
         head, self.called = model.get_output_embeddings(), set[str]()
         self._probes: dict[str, Tensor] = {}
         experts = set[str]()
-        add_dropped = _drop_repeated_layers(model) if once else set
+        add_dropped = _drop_repeated_layers(model) if drop_repeated else set
         for path, module in model.named_modules():
             _fill_parameters(module)
             if module is head:
@@ -96,7 +96,7 @@ class _Pass:
             elif isinstance(module, Conv1D) or is_linear(module):
                 self._probes[path] = torch.zeros((), requires_grad=True)
                 module.forward = partial(self._probe_forward, path, module)
-            elif holds_experts(module):
+            elif has_fused_experts(module):
                 experts.add(path)
                 module.forward = partial(self._sum_inputs, path)
         logits = model(input_ids=torch.arange(3, 3 + tokens)[None] % config.get_text_config().vocab_size).logits
@@ -118,8 +118,8 @@ class _Pass:
     def _sum_inputs(self, path: str, hidden: Tensor, *others: Any, **kwargs: Any) -> Tensor:
         """Return a tensor that depends on the hidden states and routing weights of experts."""
         self.called.add(path)
-        floats = [each for each in (*others, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
-        return hidden + sum(each.sum() for each in floats)
+        floats = [x for x in (*others, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        return hidden + sum(tensor.sum() for tensor in floats)
 
 
 def _fill_parameters(module: nn.Module) -> None:

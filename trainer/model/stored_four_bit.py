@@ -50,31 +50,31 @@ class FourBitFormat:
     name: Literal["GPTQ", "AWQ", "W4A16", "NVFP4"]
     group: int
     """Columns per scale; 0 for one scale per row."""
-    zeros: bool
+    has_zeros: bool
     excluded: tuple[str, ...]
-    ordered: bool = False
+    has_order: bool = False
     """Whether the columns of a group are not adjacent (`desc_act`)."""
     offset: int = 0
     """Value added to stored zero points, modulo 16."""
     scaled: Literal["groups"] = "groups"
 
-    def holds(self, path: str) -> bool:
+    def is_quantized(self, path: str) -> bool:
         """Return whether the linear layer at `path` is stored in 4 bits according to config.json."""
         is_in_layer = any(part.isdigit() for part in path.split("."))
         is_match = str.__contains__ if self.name == "AWQ" else lambda path, entry: matches_module(entry, path)
         return is_in_layer and not any(is_match(path, entry) for entry in self.excluded)
 
-    def layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
+    def build_layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
         """Return the packed layout of a weight [O, I] or [E, O, I]. `scale` is an index into TYPES (None: default)."""
         *experts, rows, cols = shape
-        floats, group = int(self.name == "NVFP4"), self.group or cols
-        scale = TYPES.index("F8_E4M3" if floats else "F16") if scale is None else scale
-        flags = floats, int(self.zeros), floats, int(self.ordered)
+        is_float, group = int(self.name == "NVFP4"), self.group or cols
+        scale = TYPES.index("F8_E4M3" if is_float else "F16") if scale is None else scale
+        flags = is_float, int(self.has_zeros), is_float, int(self.has_order)
         return GroupedLayout(next(iter(experts), 0), rows, cols, group, scale, *flags)
 
-    def scale_bytes(self, shape: Sequence[int]) -> int:
+    def count_scale_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes that a packed weight needs besides codes: scales, zero points, other sections, alignment."""
-        return place_sections(self.layout(shape).sections())[1] - torch.Size(shape).numel() // 2
+        return place_sections(self.build_layout(shape).sections())[1] - torch.Size(shape).numel() // 2
 
 
 def parse_four_bit_format(model_config: Any) -> FourBitFormat | str | None:
@@ -106,8 +106,8 @@ def _parse_gptq_or_awq(settings: dict[str, Any], method: Any) -> FourBitFormat |
     group = -1 if (group := settings.get("group_size", 128)) is None else group
     if group != -1 and group < 1:
         return f"groups of {group} columns, but only -1 for whole rows or 1 and more are supported"
-    ordered = bool(settings.get("desc_act"))
-    return FourBitFormat(method, max(0, group), True, tuple(excluded), ordered, int(version == "gptq"))
+    has_order = bool(settings.get("desc_act"))
+    return FourBitFormat(method, max(0, group), True, tuple(excluded), has_order, int(version == "gptq"))
 
 
 def _parse_compressed(settings: dict[str, Any]) -> FourBitFormat | str | None:
@@ -131,18 +131,18 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitFormat | str | None:
         return f"{fault}, but only W4A16 integers by group or channel and NVFP4 are supported in 4 bits"
     if kind == "float":
         return FourBitFormat("NVFP4", group, False, excluded)
-    ordered = str(first.get("actorder")).lower().endswith("group")
-    return FourBitFormat("W4A16", group, not first.get("symmetric", True), excluded, ordered)
+    has_order = str(first.get("actorder")).lower().endswith("group")
+    return FourBitFormat("W4A16", group, not first.get("symmetric", True), excluded, has_order)
 
 
 class FourBitFiles:
     """Reads the tensors of a 4-bit checkpoint: `read` dequantizes them, `fill` copies their codes and scales."""
 
-    def __init__(self, files: SafetensorsFiles, form: FourBitFormat, setting: str) -> None:
+    def __init__(self, files: SafetensorsFiles, format_: FourBitFormat, setting: str) -> None:
         """Find the packed weights. Raises UserError, prefixed with `setting`, if none exists or one is invalid."""
-        self._files, self._form, self._setting = files, form, setting
+        self._files, self._format, self._setting = files, format_, setting
         self._shapes, self._types = files.read_shapes(), files.read_types()
-        self._by_column = form.name in ("GPTQ", "AWQ")
+        self._by_column = format_.name in ("GPTQ", "AWQ")
         self._parts = COLUMN_PARTS if self._by_column else PARTS
         codes = f".{self._parts['codes']}"
         paths = [name.removesuffix(codes) for name in self._shapes if name.endswith(codes)]
@@ -152,13 +152,13 @@ class FourBitFiles:
         self._plain = {name: self._shapes[name] for name in plain}
         if not self.layouts:
             raise UserError(
-                f"{setting}: config.json says {form.name}, but no tensor is in that format; remove quantization_config "
-                "from config.json"
+                f"{setting}: config.json says {format_.name}, but no tensor is in that format; remove "
+                "quantization_config from config.json"
             )
         for name, shape in self._plain.items():
             if self._types[name].startswith(("F8", "I8", "U8", "I32")) and len(shape) > 1:
                 raise UserError(
-                    f"{setting}: {name} is stored as {self._types[name]}, which {form.name} does not use; "
+                    f"{setting}: {name} is stored as {self._types[name]}, which {format_.name} does not use; "
                     "use the 16-bit model"
                 )
 
@@ -178,7 +178,7 @@ class FourBitFiles:
 
     def _dequantize(self, layout: GroupedLayout, parts: dict[str, Tensor]) -> Tensor:
         views = parts | {"scales": parts["scales"].view(SCALES[layout.scale]), "order": parts["order"].view(-1)}
-        return dequantize_groups(list(views.values()), layout.floats, layout.group, torch.float32)
+        return dequantize_groups(list(views.values()), layout.is_float, layout.group, torch.float32)
 
     def find_layout(self, stored: StoredParameter, shape: Sequence[int], *, transposed: bool) -> GroupedLayout | None:
         """Return a parameter's packed layout; None if it must be unpacked. `shape` is [.., I, O] if `transposed`."""
@@ -215,12 +215,12 @@ class FourBitFiles:
     def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Quantize `target` [O, I] with the stored scales of `name`. Return the tensors to store and their values."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
-        order = parts["order"].view(-1) if layout.ordered else torch.arange(layout.cols) // layout.group
+        order = parts["order"].view(-1) if layout.has_order else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()
-        scale = (scale / parts["divisors"] if layout.divided else scale)[:, order]
+        scale = (scale / parts["divisors"] if layout.has_divisors else scale)[:, order]
         steps = torch.where(scale == 0, 0.0, target / scale)
-        zero = parts["zeros"][:, order].float() if layout.zeros else 8.0
-        codes = round_to_codes(steps) if layout.floats else (steps + zero).round().clamp(0, 15).to(torch.uint8)
+        zero = parts["zeros"][:, order].float() if layout.has_zeros else 8.0
+        codes = round_to_codes(steps) if layout.is_float else (steps + zero).round().clamp(0, 15).to(torch.uint8)
         names = [f"{path}.{part}" for part in self._parts.values()]
         tensors = {stored: self._files.read(stored) for stored in names if stored in self._shapes}
         parts["codes"] = pack_pairs(codes)
@@ -228,16 +228,16 @@ class FourBitFiles:
         return tensors, self._dequantize(layout, parts)
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
-        if self._form.name == "AWQ":
+        if self._format.name == "AWQ":
             words = codes.mT.to(torch.int32).unflatten(-1, (-1, 8)) << _build_bit_shifts(AWQ_ORDER)
             return words.sum(-1, dtype=torch.int32)
         words = pack_pairs(codes)
-        words = words if self._form.name == "NVFP4" else words.view(torch.int32)
+        words = words if self._format.name == "NVFP4" else words.view(torch.int32)
         return words.mT.contiguous() if self._by_column else words
 
     def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
         """Read one part of a packed weight as [O, ...], or [1, I] for the column order. Return e4m3 as bytes."""
-        layout, path, form = self.layouts[name], name.removesuffix(".weight"), self._form
+        layout, path, format_ = self.layouts[name], name.removesuffix(".weight"), self._format
         shape, dtype = layout.sections()[part]
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
@@ -246,35 +246,35 @@ class FourBitFiles:
             return raw.to(torch.int32).view(1, -1)
         if part == "codes":
             unordered, name = torch.arange(layout.cols) // layout.group, f"{path}.{self._parts['order']}"
-            if name in self._shapes and not (layout.ordered or torch.equal(self._files.read(name).long(), unordered)):
+            if name in self._shapes and not (layout.has_order or torch.equal(self._files.read(name).long(), unordered)):
                 raise UserError(f"{self._setting}: {name} is not ascending, contrary to config.json; {SAME_MODEL_FIX}")
-            if form.name == "AWQ":
+            if format_.name == "AWQ":
                 return pack_pairs(unpack_codes(raw, AWQ_ORDER).mT)
         elif part == "zeros":
             zeros = (
-                unpack_codes(raw, AWQ_ORDER if form.name == "AWQ" else range(8))
+                unpack_codes(raw, AWQ_ORDER if format_.name == "AWQ" else range(8))
                 if self._by_column
                 else unpack_codes(raw.mT)
             )
-            return (zeros.mT[: layout.rows] + form.offset & 15).contiguous()
+            return (zeros.mT[: layout.rows] + format_.offset & 15).contiguous()
         elif part == "divisors":
             return raw.float().expand(layout.rows, 1)
         value = (raw.mT if self._by_column else raw).contiguous()
-        return value if part == "scales" and not layout.floats else value.view(torch.uint8)
+        return value if part == "scales" and not layout.is_float else value.view(torch.uint8)
 
     def _find_layout(self, path: str) -> GroupedLayout:
         """Derive the layout of a layer from its parts. Raises UserError if their shapes or types do not match."""
-        form, is_float = self._form, self._form.name == "NVFP4"
+        format_, is_float = self._format, self._format.name == "NVFP4"
         first, second, *_ = (*self._shapes[f"{path}.{self._parts['codes']}"], 0, 0)
         columns = {"GPTQ": (second, 8 * first), "AWQ": (8 * second, first)}
-        rows, cols = columns.get(form.name, (first, (2 if is_float else 8) * second))
-        count = -(-cols // (form.group or max(1, cols)))
+        rows, cols = columns.get(format_.name, (first, (2 if is_float else 8) * second))
+        count = -(-cols // (format_.group or max(1, cols)))
         zeros_shape = (count, rows // 8) if self._by_column else (-(-rows // 8), count)
         expected: dict[str, tuple[Shape, Sequence[str]]] = {
             "codes": ((first, second), ["U8"] if is_float else ["I32"]),
             "scales": ((count, rows) if self._by_column else (rows, count), TYPES[3:] if is_float else TYPES[:3]),
-            **({"zeros": (zeros_shape, ["I32"])} if form.zeros else {}),
-            **({"order": ((cols,), ["I32"])} if form.ordered else {}),
+            **({"zeros": (zeros_shape, ["I32"])} if format_.has_zeros else {}),
+            **({"order": ((cols,), ["I32"])} if format_.has_order else {}),
             **({"divisors": ((1,), ["F32"])} if is_float else {}),
         }
         for part, (shape, types) in expected.items():
@@ -283,10 +283,10 @@ class FourBitFiles:
                 raise UserError(f"{self._setting}: {name} is missing; download the model again")
             if self._shapes[name] != shape or self._types[name] not in types:
                 raise UserError(
-                    f"{self._setting}: {name} has shape {self._shapes[name]} in {self._types[name]}, but {form.name} "
-                    f"in groups of {form.group or cols} needs {shape} in {types[0]}; {SAME_MODEL_FIX}"
+                    f"{self._setting}: {name} has shape {self._shapes[name]} in {self._types[name]}, but "
+                    f"{format_.name} in groups of {format_.group or cols} needs {shape} in {types[0]}; {SAME_MODEL_FIX}"
                 )
-        return form.layout((rows, cols), TYPES.index(self._types[f"{path}.{self._parts['scales']}"]))
+        return format_.build_layout((rows, cols), TYPES.index(self._types[f"{path}.{self._parts['scales']}"]))
 
 
 def _build_bit_shifts(order: Sequence[int]) -> Tensor:

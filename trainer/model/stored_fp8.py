@@ -55,12 +55,12 @@ class Fp8Format:
     def scaled(self) -> Literal["rows", "blocks"]:
         return "rows" if self.block is None else "blocks"
 
-    def scale_bytes(self, shape: torch.Size) -> int:
+    def count_scale_bytes(self, shape: torch.Size) -> int:
         """Return the size in bytes of the scales for a weight [..., O, I]."""
         rows, cols = self.block or (1, shape[-1])
         return 4 * shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)
 
-    def holds(self, path: str) -> bool:
+    def is_quantized(self, path: str) -> bool:
         """Return whether the linear layer at `path` is in FP8 according to config.json."""
         return not any(matches_module(entry, path) for entry in self.excluded)
 
@@ -116,9 +116,9 @@ def _parse_block(block: Any) -> Block | None:
 class Fp8Files:
     """Reads the tensors of an FP8 checkpoint, dequantized (`read`) or as stored (`read_codes`, `read_scales`)."""
 
-    def __init__(self, files: SafetensorsFiles, form: Fp8Format) -> None:
-        """Wrap `files`, which must have passed `check_fp8_shapes`."""
-        self._files, self._block = files, form.block or DEFAULT_BLOCK
+    def __init__(self, files: SafetensorsFiles, format_: Fp8Format) -> None:
+        """Wrap `files`, which must have passed `read_fp8_shapes`."""
+        self._files, self._block = files, format_.block or DEFAULT_BLOCK
         self._shapes = files.read_shapes()
         self._scale_names = find_scales(files)
 
@@ -175,8 +175,8 @@ class Fp8Files:
     def _get_stored_block(self, name: str) -> Block:
         """Return the rows and columns per stored scale, treating a per-tensor scale as one per row."""
         shape = self._shapes[name]
-        compute_by_row = _has_row_scales(shape, self._shapes[self._scale_names[name]])
-        return (1, shape[-1]) if compute_by_row else self._block
+        has_row_scales = _has_row_scales(shape, self._shapes[self._scale_names[name]])
+        return (1, shape[-1]) if has_row_scales else self._block
 
     def _read_scales(self, block: Block, name: str, index: int | None = None) -> Tensor:
         shape, scale = self._shapes[name], self._scale_names[name]
@@ -206,7 +206,7 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
     return {name: candidates[0] for name, candidates in names.items() if candidates}
 
 
-def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> dict[str, tuple[int, ...]]:
+def read_fp8_shapes(setting: str, files: SafetensorsFiles, format_: Fp8Format) -> dict[str, tuple[int, ...]]:
     """Return the dequantized shapes by name. Raises UserError if scales are missing or wrong, or nothing is in FP8."""
     shapes, types, scales = files.read_shapes(), files.read_types(), find_scales(files)
     if not scales and E4M3 not in types.values():
@@ -226,8 +226,8 @@ def check_fp8_shapes(setting: str, files: SafetensorsFiles, form: Fp8Format) -> 
             raise UserError(
                 f"{setting}: {name} is stored in FP8, but {name}{SCALES[0]} is missing; download the model again"
             )
-        _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], form.block or DEFAULT_BLOCK)
-    return Fp8Files(files, form).read_shapes()
+        _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], format_.block or DEFAULT_BLOCK)
+    return Fp8Files(files, format_).read_shapes()
 
 
 def _check_grid(

@@ -72,7 +72,7 @@ class StoredParameter:
                 parts[pattern] = [files.read(name, None if merges_experts else expert) for name in names]
         return self._convert(parts)[self.target]
 
-    def targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    def find_targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
         """Return the names of the parameters that the conversion builds (several if it splits a tensor)."""
         empty = {
             pattern: [torch.empty(shapes[name], device="meta") for name in names]
@@ -108,7 +108,7 @@ def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dic
     shapes = files.read_shapes()
     layout = _find_mxfp4(model, shapes)
     for stored in _find_by_mapping(model, shapes):
-        targets = [stored.target] if stored.converter is None else stored.targets(shapes)
+        targets = [stored.target] if stored.converter is None else stored.find_targets(shapes)
         for target in targets:
             layout.setdefault(target, replace(stored, target=target))
     return _add_tied(model, layout, base_model)

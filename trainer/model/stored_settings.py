@@ -13,19 +13,19 @@ StoredFormat = Fp8Format | FourBitFormat
 
 def find_stored_format(model_config: Any) -> StoredFormat | None:
     """Return the packed format in which linear layers are stored and loaded; None for 16-bit and fp32 weights."""
-    form = parse_fp8_format(model_config) or parse_four_bit_format(model_config)
-    return None if isinstance(form, str) else form
+    format_ = parse_fp8_format(model_config) or parse_four_bit_format(model_config)
+    return None if isinstance(format_, str) else format_
 
 
 def check_settings_fit(config: RunConfig, model_config: Any) -> None:
-    form = find_stored_format(model_config)
-    if form is None:
+    format_ = find_stored_format(model_config)
+    if format_ is None:
         return
     lora, kind = config.lora, config.quantization.quant_type
-    fp8_option = "or quantization.quant_type: fp8, " * isinstance(form, Fp8Format)
-    stored = f"{config.base_model}, which is stored in {form.name}"
+    fp8_option = "or quantization.quant_type: fp8, " * isinstance(format_, Fp8Format)
+    stored = f"{config.base_model}, which is stored in {format_.name}"
     faults = {
-        f"quantization.quant_type={kind}: {config.base_model} is already stored in {form.name}; use adapter: lora, "
+        f"quantization.quant_type={kind}: {config.base_model} is already stored in {format_.name}; use adapter: lora, "
         f"{fp8_option}or the 16-bit model": config.adapter == "qlora" and not (fp8_option and kind == "fp8"),
         f"training.qat={config.training.qat}: needs 16-bit weights, unlike {stored}; use the 16-bit model": (
             config.training.qat is not None
@@ -42,13 +42,13 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
 
 def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
     """Raise UserError if lora.modules_to_save names a layer with a 4-bit or 8-bit weight."""
-    form, head = find_stored_format(model_config), empty.get_output_embeddings()
-    for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
-        is_packed = is_linear(module) and module is not head and (form is None or form.holds(path))
+    format_, head = find_stored_format(model_config), empty.get_output_embeddings()
+    for path, module in empty.named_modules() if format_ or config.adapter == "qlora" else ():
+        is_packed = is_linear(module) and module is not head and (format_ is None or format_.is_quantized(path))
         for name in config.lora.modules_to_save if is_packed else ():
             if f".{name}." in f".{path}.":
-                state = f"stored in {form.name}" if form else f"quantized to {config.quantization.quant_type}"
+                state = f"stored in {format_.name}" if format_ else f"quantized to {config.quantization.quant_type}"
                 raise UserError(
                     f"lora.modules_to_save={name}: the weight of {path} is {state} and cannot be trained; remove it "
-                    f"from modules_to_save, or use the 16-bit model{'' if form else ' with adapter: lora'}"
+                    f"from modules_to_save, or use the 16-bit model{'' if format_ else ' with adapter: lora'}"
                 )

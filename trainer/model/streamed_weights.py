@@ -22,7 +22,7 @@ import ops
 from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
-from trainer.model.four_bit import READ_DIRECTLY, quantize_linear
+from trainer.model.four_bit import UNQUANTIZED_LAYERS, quantize_linear
 from trainer.model.model_kind import find_output_layer, get_auto_class, has_score, is_mxfp4
 from trainer.model.mxfp4 import MXFP4, strip_quantization
 from trainer.model.packed_experts import (
@@ -77,11 +77,11 @@ def load_model_by_module(
     else:
         stored = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, stored)
-        form = find_stored_format(config)
-        if isinstance(form, FourBitFormat):
-            files = FourBitFiles(stored, form, f"base_model={base_model}")
+        format_ = find_stored_format(config)
+        if isinstance(format_, FourBitFormat):
+            files = FourBitFiles(stored, format_, f"base_model={base_model}")
         else:
-            files = stored if form is None else Fp8Files(stored, form)
+            files = stored if format_ is None else Fp8Files(stored, format_)
         files = TensorsWithScore(files, config) if has_score(config) else files
     layout = map_stored_tensors(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
@@ -164,7 +164,7 @@ class Filler:
             name: self.layout[_join_path(path, name)] for name in (*module._parameters, *module._buffers)
             if _join_path(path, name) in self.layout
         }  # fmt: skip
-        is_layer = is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY and module is not self._head
+        is_layer = is_linear(module) and path.rpartition(".")[2] not in UNQUANTIZED_LAYERS and module is not self._head
         is_layer = is_layer and (self._fp32_names is None or not self._fp32_names.search(_join_path(path, "weight")))
         block = self._fp8.find_block(stored["weight"], 2) if self._fp8 is not None and is_layer else None
         weight, to_pack = id(getattr(module, "weight", None)), self._plan_packing(module, stored)
@@ -199,8 +199,8 @@ class Filler:
         if any(stored[name].is_mxfp4 for name in experts):
             packed = {} if self.unpack else experts
             return {
-                name: build_experts_layout(MXFP4, each.shape, self.dtype, transposed=True)
-                for name, each in packed.items()
+                name: build_experts_layout(MXFP4, weight.shape, self.dtype, transposed=True)
+                for name, weight in packed.items()
             }
         if self._four_bit is not None:
             return self._plan_group_packing(experts, stored, transposed=is_transposed_module)
@@ -213,8 +213,8 @@ class Filler:
                 "transposed": is_transposed_module,
             }
             return {
-                name: build_experts_layout(kind.quant_type, each.shape, self.dtype, **options)
-                for name, each in experts.items()
+                name: build_experts_layout(kind.quant_type, weight.shape, self.dtype, **options)
+                for name, weight in experts.items()
             }
         cells = (
             dict.fromkeys(experts)
@@ -235,8 +235,8 @@ class Filler:
         """Return the layouts of weights stored in 4-bit groups; empty if any weight must be dequantized."""
         assert self._four_bit is not None
         layouts: dict[str, ExpertsLayout] = {}
-        for name, each in weights.items():
-            groups = self._four_bit.find_layout(stored[name], each.shape, transposed=transposed)
+        for name, weight in weights.items():
+            groups = self._four_bit.find_layout(stored[name], weight.shape, transposed=transposed)
             if groups is None:
                 return {}
             layouts[name] = ExpertsLayout(GROUPED, *groups[:3], self.dtype, transposed, groups=groups)
@@ -272,12 +272,12 @@ class Filler:
         assert fp8 is not None
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
 
-        def share(read: Callable[[], Tensor], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        def broadcast(read: Callable[[], Tensor], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             empty = partial(torch.empty, size, dtype=dtype, device=self.device)
             return _broadcast(lambda: read().to(self.device).contiguous(), empty)
 
-        codes = share(lambda: fp8.read_codes(stored), shape, torch.uint8)
-        scales = share(lambda: fp8.read_scales(stored, block), grid, torch.float32)
+        codes = broadcast(lambda: fp8.read_codes(stored), shape, torch.uint8)
+        scales = broadcast(lambda: fp8.read_scales(stored, block), grid, torch.float32)
         assert (codes.shape, tuple(scales.shape)) == (shape, grid), f"{stored.target}: {codes.shape}, {scales.shape}"
         return codes, scales
 
@@ -297,9 +297,9 @@ def _broadcast(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
 def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype, tied: nn.Module | None) -> nn.Module:
     """Quantize a layer to 8 or 4 bits. `tied` is the quantized layer that shares its weight, or None."""
     if tied is not None:
-        twin = copy.copy(tied)
-        twin.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
-        return twin
+        shared_layer = copy.copy(tied)
+        shared_layer.__dict__["_parameters"] = dict(tied.named_parameters(recurse=False)) | {"bias": linear.bias}
+        return shared_layer
     if quantization.is_8bit:
         return FrozenLinear8bit.from_linear(linear, quantization.quant_type, dtype)
     return quantize_linear(linear, quantization, compute_dtype=dtype)

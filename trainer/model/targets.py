@@ -75,10 +75,10 @@ def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
     from transformers.pytorch_utils import Conv1D
 
     excluded, head, experts = build_exclusion_pattern(model, lora), find_output_layer(model), find_expert_modules(model)
-    usual = set(model.list_default_targets()) if hasattr(model, "list_default_targets") else None
+    default_targets = set(model.list_default_targets()) if hasattr(model, "list_default_targets") else None
     for path, module in model.named_modules():
-        if lora.target_modules == ALL_LINEAR and usual is not None:
-            is_target = path in usual
+        if lora.target_modules == ALL_LINEAR and default_targets is not None:
+            is_target = path in default_targets
         elif lora.target_modules == ALL_LINEAR:
             is_target = isinstance(module, nn.Linear | Conv1D) and module is not head
         else:
@@ -276,9 +276,9 @@ def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)
     chosen = [
-        each
+        pattern
         for kind, exact in kinds.items()
-        for each in (exact if any(re.fullmatch(kind, other) for other in others) else [kind])
+        for pattern in (exact if any(re.fullmatch(kind, other) for other in others) else [kind])
     ]
     return rf"(?:{'|'.join(chosen)})(?:\..*)?" if chosen else None
 

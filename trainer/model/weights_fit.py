@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from trainer.config import UserError
-from trainer.model.model_kind import SCORE, has_score, is_mxfp4
-from trainer.model.mxfp4 import check_mxfp4_shapes, strip_quantization
+from trainer.model.model_kind import SCORE_WEIGHT, has_score, is_mxfp4
+from trainer.model.mxfp4 import read_mxfp4_shapes, strip_quantization
 from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat
-from trainer.model.stored_fp8 import SAME_MODEL_FIX, check_fp8_shapes, find_scales
+from trainer.model.stored_fp8 import SAME_MODEL_FIX, find_scales, read_fp8_shapes
 from trainer.model.stored_layout import BLOCKS, SCALES
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
@@ -29,14 +29,14 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
     Raises UserError, prefixed with `setting`, if weights are missing or have the wrong shape, if config.json does not
     declare their quantization, or if entire layers are unused.
     """
-    form = find_stored_format(model_config)
-    if isinstance(form, FourBitFormat):
-        stored = FourBitFiles(files, form, setting).read_shapes()
-    elif form is not None:
-        stored = check_fp8_shapes(setting, files, form)
+    format_ = find_stored_format(model_config)
+    if isinstance(format_, FourBitFormat):
+        stored = FourBitFiles(files, format_, setting).read_shapes()
+    elif format_ is not None:
+        stored = read_fp8_shapes(setting, files, format_)
     else:
         _check_types(setting, files)
-        stored = check_mxfp4_shapes(setting, files.read_shapes(), declared=is_mxfp4(model_config))
+        stored = read_mxfp4_shapes(setting, files.read_shapes(), declared=is_mxfp4(model_config))
     model_config = strip_quantization(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     with suppress_loading_output():
@@ -63,7 +63,7 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
     if has_score(model.config):
         # A language model's checkpoint has an output head instead of a score head.
         info = info | {
-            "missing_keys": set(info["missing_keys"]) - {SCORE},
+            "missing_keys": set(info["missing_keys"]) - {SCORE_WEIGHT},
             "unexpected_keys": set(info["unexpected_keys"]) - {"lm_head.weight"},
         }
     extra = _describe_extra_layers(model, info["unexpected_keys"])
@@ -118,8 +118,8 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.read_shapes()[name]) > 1):
             raise UserError(
-                f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike others; use the full-precision model "
-                "it was made from"
+                f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike the other weights; use the "
+                "full-precision model it was made from"
             )
 
 

@@ -23,7 +23,7 @@ from trainer.model.expert_layers import (
     ExpertFactor,
     count_experts_per_token,
     get_expert_shape,
-    holds_experts,
+    has_fused_experts,
     list_expert_tensors,
     takes_all_tokens,
 )
@@ -89,7 +89,7 @@ class StepFlops:
 def _count_linear_flops(name: str, module: nn.Module, config: Any) -> float:
     if isinstance(module, nn.Linear):
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
-    elif holds_experts(module):
+    elif has_fused_experts(module):
         experts = get_expert_shape(module, DOWN)[0]
         visited = experts if takes_all_tokens(module) else count_experts_per_token(config)
         elements = sum(math.prod(get_expert_shape(module, name)) for name in list_expert_tensors(module))

@@ -24,7 +24,7 @@ def has_sinks(model: torch.nn.Module) -> bool:
     return any(isinstance(getattr(module, "sinks", None), torch.nn.Parameter) for module in model.modules())
 
 
-def flash_with_sinks(
+def attend_with_sinks(
     query: Tensor,
     key: Tensor,
     value: Tensor,

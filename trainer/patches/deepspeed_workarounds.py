@@ -164,7 +164,7 @@ class AdapterGuard:
         """Install the guard on a stage 1 or 2 engine with a group per adapter; a limit of 0 disables clipping."""
         self._zero, self._limits = engine.optimizer, limits
         self._updated = 0
-        self.waiting: set[int] = set()
+        self.untrained: set[int] = set()
         """Indices of adapters that are currently not trained."""
         self.norms: list[Tensor] = []
         """Gradient norm of each adapter in the last step, before clipping."""
@@ -192,7 +192,7 @@ class AdapterGuard:
         self.norms.append(norm)
         self._updated += 1
         limit = self._limits[index]
-        if index in self.waiting or not (self._on_device or torch.isfinite(norm)):
+        if index in self.untrained or not (self._on_device or torch.isfinite(norm)):
             for parameter in parameters:
                 parameter.grad = None
         elif self._on_device:

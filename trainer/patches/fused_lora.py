@@ -149,9 +149,9 @@ class FusedLayer:
         self._dropout_module = layer.lora_dropout[self.adapter]
         self._nf4: ops.Nf4Weight | None = None
 
-    def apply_when_active(self, active: Sequence[str]) -> None:
-        """Use this adapter whenever PEFT's list of active adapters is `active`, which must include it."""
-        self._active = (active, active)
+    def set_active_adapters(self, names: Sequence[str]) -> None:
+        """Use this adapter whenever PEFT's list of active adapters is `names`, which must include it."""
+        self._active = (names, names)
 
     @property
     def has_dropout(self) -> bool:

@@ -28,7 +28,7 @@ MEASURED_BATCHES = 3
 HOST_BOUND = 0.8
 """Capture graphs only if launching a forward pass takes at least this fraction of its time."""
 MAX_CAPTURES = 16
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
 
 
@@ -64,8 +64,8 @@ class GraphedLoss:
     In mode `auto`, graphs are used only if the first steps are host-bound and a replay is faster.
     """
 
-    def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
-        self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
+    def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], log: Log):
+        self._loss, self._module, self._flat, self._mode, self._log = loss, module, flat, mode, log
         self._capturer: GraphCapturer | None = None
         self._captures: dict[StaticShape, Replayed] = {}
         self._seen: Counter[StaticShape] = Counter()
@@ -77,7 +77,7 @@ class GraphedLoss:
 
     @classmethod
     def create(
-        cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, has_experts: bool
+        cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], log: Log, *, has_experts: bool
     ) -> "GraphedLoss | None":
         """Return a GraphedLoss; if passes cannot be replayed, report why and return None."""
         flat = find_flat_adapter(module)
@@ -91,8 +91,8 @@ class GraphedLoss:
         elif has_experts:
             reason = "every batch uses different experts"
         else:
-            return cls(loss, module, flat, mode, say)
-        say(f"CUDA graphs: off: {reason}")
+            return cls(loss, module, flat, mode, log)
+        log(f"CUDA graphs are off: {reason}")
         return None
 
     @property
@@ -129,7 +129,7 @@ class GraphedLoss:
         """Free all graphs and their memory. If a reason is given, use no graphs from now on."""
         if reason and not self.off_reason:
             self.off_reason = reason
-            self._say(f"CUDA graphs: off: {escape(reason)}")
+            self._log(f"CUDA graphs are off: {escape(reason)}")
         if self._capturer is not None:
             self._captures.clear()
             self._capturer = None
@@ -151,7 +151,7 @@ class GraphedLoss:
         torch.cuda.synchronize(device)
         self._host_fractions.append((launched - started) / (time.perf_counter() - started))
         if len(self._host_fractions) == MEASURED_BATCHES and (fraction := median(self._host_fractions)) < HOST_BOUND:
-            self.drop(f"the host needs only {fraction:.0%} of a forward pass to launch it")
+            self.drop(f"launching takes only {fraction:.0%} of a forward pass's time")
         return loss
 
     def _find_capture(self, batch: MicroBatch, device: torch.device) -> Replayed | None:
@@ -162,7 +162,7 @@ class GraphedLoss:
         if batch.weights is not None or batch.images:
             return None
         shape = choose_shape(batch, self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0))
-        fitting = [other for other in self._captures if other.holds(shape)]
+        fitting = [other for other in self._captures if other.fits(shape)]
         if fitting:
             return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]
         self._seen[shape] += 1
@@ -194,7 +194,7 @@ class GraphedLoss:
             return None
         if not self._captures:
             times = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f}"
-            self._say(
+            self._log(
                 f"CUDA graphs: micro-steps are replayed: {times}; captured in {time.perf_counter() - started:.1f} s"
             )
         self._captures[shape] = shape, inputs, captured
@@ -202,7 +202,7 @@ class GraphedLoss:
 
     def _give_up(self, reason: str, *, warn: bool) -> None:
         if warn:
-            self._say("[yellow]warning:[/yellow] micro-steps could not be captured")
+            self._log("[yellow]warning:[/yellow] micro-steps could not be captured")
         self.drop(reason)
 
 

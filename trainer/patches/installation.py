@@ -125,7 +125,7 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
     if plan.adapters == "none":
         return []
     if plan.adapters == "rounded":
-        from trainer.patches.fake_quantised_lora import install_fake_quantization  # imports peft
+        from trainer.patches.fake_quantized_lora import install_fake_quantization  # imports peft
 
         assert plan.training.qat is not None
         return install_fake_quantization(model, plan.training.qat, plan.dtype)

@@ -38,9 +38,9 @@ from trainer.patches.plain_head import (
     replace_head,
 )
 
-FOUR_ROWS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
+FOUR_POSITION_ROW_MODELS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
 """Models that need a fourth row of positions, in addition to their own three, to separate the documents of a pack."""
-TYPED = ("molmo2",)
+TOKEN_TYPE_MODELS = ("molmo2",)
 """Models that require the type of each token in training: 0 for text."""
 
 
@@ -66,14 +66,14 @@ class TokenLoss:
         `say`. `balance` is the weight of the model's own load-balancing loss, which training adds as `balancing`.
         """
         self._module = module
-        self._decided, self._say = fused, say
+        self._planned_fused, self._say = fused, say
         self._balance, self._kind = balance, kind
         self.balancing: torch.Tensor | float = 0.0
         """Load-balancing loss of the latest batch, times `balance` and the batch's target weight."""
         base = find_base_model(module)
         self._base, self._config = base, base.config
-        self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
-        self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
+        self._selects_positions = "logits_to_keep" in inspect.signature(base.forward).parameters
+        self._head: Any = base.get_output_embeddings() if self._selects_positions and fused is not False else None
         if describe_plain_head_problem(self._head):
             self._head = None
             self._warn_if_estimate_is_off(False)
@@ -106,18 +106,18 @@ class TokenLoss:
         """Build inputs and targets [B, K] on the host for `compute_from_inputs`, with K >= `target_positions`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
-            rows = (4, -1, -1) if self._config.model_type in FOUR_ROWS else batch.position_ids.shape
+            rows = (4, -1, -1) if self._config.model_type in FOUR_POSITION_ROW_MODELS else batch.position_ids.shape
             inputs["position_ids"] = batch.position_ids.expand(rows)
         # Only our variable-length attention accepts document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
             inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **batch.shared_keys}
             if batch.sequence is not None:
                 inputs["sequence"] = batch.sequence
-        if self._config.model_type in TYPED:
+        if self._config.model_type in TOKEN_TYPE_MODELS:
             inputs["mm_token_type_ids"] = torch.zeros_like(batch.input_ids)
         inputs |= batch.images
         targets = batch.targets
-        if self._picks_logits:
+        if self._selects_positions:
             has_target = (targets != IGNORED).any(0)
             positions = has_target.nonzero().squeeze(1)
             if len(positions) < target_positions:
@@ -320,10 +320,10 @@ class TokenLoss:
         return on_device | build_document_inputs(self._base, batch.position_ids, move), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
-        if self._decided is None or self._decided == fused or self._say is None:
+        if self._planned_fused is None or self._planned_fused == fused or self._say is None:
             return
         problem = "is fused with the output head; the memory estimate includes logits that are not materialized"
-        if self._decided:
+        if self._planned_fused:
             problem = "materializes all logits, not fused with the output head; the memory estimate omits them"
         self._say(f"[yellow]warning:[/yellow] the loss {problem}")
 

@@ -81,8 +81,8 @@ def install_mamba_projections(model: Any) -> list[str]:
     for module in mixers:
         modeling_file = sys.modules[type(module).__module__]
         kernel = require(modeling_file, LAYER_KERNEL, "transformers")
-        if module in adapted and kernel is not _no_kernel:
-            replace(modeling_file, LAYER_KERNEL, _no_kernel)
+        if module in adapted and kernel is not _return_none:
+            replace(modeling_file, LAYER_KERNEL, _return_none)
     if not mixers:
         return []
     if reason := explain_unused_kernels(*SCAN):
@@ -118,5 +118,5 @@ def _describe_import_problem(package: str, name: str) -> str:
     return ""
 
 
-def _no_kernel(*args: Any, **kwargs: Any) -> None:
+def _return_none(*args: Any, **kwargs: Any) -> None:
     """Return None, as transformers' placeholder for a missing kernel does."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ops
 from ops.groups import find_groups
-from ops.many_adapters import Bundle, add_adapters, enter
+from ops.many_adapters import Bundle, add_adapters, begin_frozen_matmuls
 from trainer.config import UserError
 from trainer.contract.known_versions import replaces
 from trainer.model.expert_adapter import ParamWrapper
@@ -98,7 +98,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             if reason := describe_fusion_problem(module):
                 raise UserError(f"adapters: {path}: {reason}; exclude it with lora.exclude_modules")
             members[name] = FusedLayer(module)
-            members[name].apply_when_active(active)
+            members[name].set_active_adapters(active)
         module._active_adapter = active
         layers[path] = _Layer(path, module, members)
     return layers
@@ -139,7 +139,7 @@ def _build_forward(
         if name is not None and name not in layer.members:
             return module.base_layer(x, *args, **kwargs)
         if args or kwargs or not layer.any_member.applies_to(x):
-            raise RuntimeError(f"layer with several adapters: bad input {x.dtype} {tuple(x.shape)} {[*args, *kwargs]}")
+            raise RuntimeError(f"several adapters: unsupported input {x.dtype} {tuple(x.shape)} {[*args, *kwargs]}")
         if name is None:
             return common.compute_output(index, x)
         group, indices = single[name]
@@ -164,7 +164,7 @@ class _CommonGroup(FusedGroup):
     def compute(self, members: Sequence[FusedLayer], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
         zeros = [_build_zero_factors(member) for member in members]
-        x_frozen, pending = enter(x)
+        x_frozen, pending = begin_frozen_matmuls(x)
         frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
         bundles: list[Bundle] = []
         factors: tuple[list[Tensor], list[Tensor]] = [], []
@@ -184,7 +184,7 @@ class _CommonGroup(FusedGroup):
                         side.append(self._choice.factors[factor])
             start = end
         if start != x.numel() // x.shape[-1]:
-            raise RuntimeError(f"layer with several adapters: {tuple(x.shape)} does not match {start} tokens")
+            raise RuntimeError(f"several adapters: {tuple(x.shape)} does not match {start} tokens")
         return add_adapters(x, frozen, bundles, *factors, pending) if bundles else frozen
 
 

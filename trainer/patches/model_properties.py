@@ -16,7 +16,7 @@ from trainer.patches.norm_mlp_rope import examine_elementwise
 from trainer.patches.plain_head import describe_plain_head_problem, measure_head_factor
 
 CAPPED = "the model caps its logits"
-_UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_PROBE_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _FirstAttention(TorchFunctionMode):
 
 
 def _attends_with_mask(model: Any) -> bool:
-    with torch.no_grad(), suppress(_StopPass, *_UNKNOWN), _FirstAttention() as attention:
+    with torch.no_grad(), suppress(_StopPass, *_PROBE_ERRORS), _FirstAttention() as attention:
         model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=False)
     return attention.masked
 
@@ -100,6 +100,6 @@ def describe_head_problem(model: Any) -> str | None:
     try:
         with patch_objects(*((part, "forward", lambda *_, **__: states) for part in below)):
             factor = measure_head_factor(base, head, torch.zeros(1, 2, dtype=torch.long))
-    except _UNKNOWN:
+    except _PROBE_ERRORS:
         return None
     return "" if factor is not None else CAPPED

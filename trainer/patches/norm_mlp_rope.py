@@ -33,7 +33,7 @@ RECOMPUTE_FROM_BYTES = 2**23
 """Minimum size of a result for which recomputation is worth the hooks' host time: 1,024 x 4,096 16-bit values."""
 _RECOMPUTE = "_zerolora_recompute"
 _TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
-_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_PROBE_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 Forward = Callable[..., Any]
 Gated = Callable[[Tensor, Tensor], Tensor]
 
@@ -88,10 +88,10 @@ def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
         key = _build_key(module)
         if key not in forwards:
             if is_norm:
-                forwards[key] = _build_norm_forward(module, recompute == "norms")
+                forwards[key] = _choose_norm_forward(module, recompute == "norms")
             else:
-                forwards[key] = _build_mlp_forward(module, recompute != "none")
-        forward = "its weight is trained" if is_norm and not frozen_norms else forwards[key]
+                forwards[key] = _choose_mlp_forward(module, recompute != "none")
+        forward = "the weight is trained" if is_norm and not frozen_norms else forwards[key]
         if isinstance(forward, str):
             examined.rejected.append((name, forward))
         else:
@@ -172,25 +172,25 @@ def _build_key(module: nn.Module) -> tuple[Any, ...]:
     return type(module), tuple(settings.items()), children, weights, "forward" in vars(module)
 
 
-def _build_norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
+def _choose_norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
     original, weight = type(module).forward, getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "forward" in vars(module):
-        return "its forward was already replaced"
+        return "the forward was already replaced"
     takes_more = len(inspect.signature(original).parameters) > 2
     if takes_more or [name for name, _ in module.named_parameters()] != ["weight"]:
-        return "it has more than one argument or weight"
+        return "has more than one argument or weight"
     if eps is None or weight is None:
-        return "its epsilon has an unknown name"
+        return "the epsilon has an unknown name"
     reason = ""
     for offset in (0.0, 1.0):
         reason = _test_norm(module, weight, float(eps), offset)
         if not reason:
-            return _make_norm_forward(original, float(eps), offset, recompute)
+            return _build_norm_forward(original, float(eps), offset, recompute)
     return reason
 
 
-def _make_norm_forward(original: Forward, eps: float, offset: float, recompute: bool) -> Forward:
+def _build_norm_forward(original: Forward, eps: float, offset: float, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
         if x.dtype != weight.dtype or weight.requires_grad:
@@ -217,18 +217,18 @@ def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> 
     return _describe_difference(run, weight)
 
 
-def _build_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
+def _choose_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
     names = _find_projections(module)
     assert names is not None
     if "forward" in vars(module):
-        return "its forward was already replaced"
+        return "the forward was already replaced"
     if len(inspect.signature(type(module).forward).parameters) > 2:
-        return "it has more than one argument"
+        return "has more than one argument"
     reason = ""
     for gated in (gelu_mul, silu_mul):
         reason = _test_mlp(module, names, gated)
         if not reason:
-            return _make_mlp_forward(names, gated, recompute)
+            return _build_mlp_forward(names, gated, recompute)
     return reason
 
 
@@ -237,7 +237,7 @@ def _read_multipliers(module: Any) -> tuple[float, float]:
     return float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
 
 
-def _make_mlp_forward(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forward:
+def _build_mlp_forward(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         if len(names) == 3:
             gate, up = self.gate_proj(x), self.up_proj(x)
@@ -275,7 +275,7 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
         *inputs, last = received
         projects_last = result is last or hasattr(module, "down_multiplier")
         if not projects_last or len(received) != len(names) or any(value is not x for value in inputs):
-            raise ValueError("it does more than project, activate and project back")
+            raise ValueError("does more than project, activate and project back")
         return gated(gate * gate_factor, up) * result_factor, result, [gate, up]
 
     return _describe_difference(run, next(module.parameters()))
@@ -283,7 +283,7 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
 
 def _build_rotary(original: Forward, like: Tensor) -> Forward | str:
     if list(inspect.signature(original).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
-        return "its arguments are not q, k, cos, sin, unsqueeze_dim"
+        return "the arguments are not q, k, cos, sin, unsqueeze_dim"
 
     def test(width: int) -> str:
         def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -324,15 +324,15 @@ def _describe_difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor
                 grad = draw(*theirs.shape).detach()
                 pairs = [(ours, theirs)]
                 pairs += zip(*(torch.autograd.grad(y, inputs, grad) for y in (ours, theirs)), strict=True)
-        except _FAILURES as error:
+        except _PROBE_ERRORS as error:
             return str(error).split("\n")[0]
         for actual, expected in ((ours.detach(), theirs.detach()) for ours, theirs in pairs):
             if actual.dtype != expected.dtype or actual.shape != expected.shape:
-                return f"it returns {tuple(expected.shape)} in {expected.dtype}"
+                return f"returns {tuple(expected.shape)} in {expected.dtype}"
             difference = (actual.double() - expected.double()).square().mean().sqrt()
             relative_error = float(difference / expected.double().square().mean().sqrt())
             if not relative_error <= _TOLERANCES[dtype]:
-                return f"it computes something else (relative error {relative_error:.1g} in a test)"
+                return f"differs from our operator (relative error {relative_error:.1g} in a test)"
     return ""
 
 

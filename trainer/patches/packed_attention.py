@@ -22,7 +22,7 @@ from trainer.model.model_kind import supports_sdpa
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.parallel.ranks.sequence_group import exchange_for_heads, exchange_for_tokens
-from trainer.patches.attention_sinks import attend_per_document, build_causal_mask, flash_with_sinks, has_sinks
+from trainer.patches.attention_sinks import attend_per_document, attend_with_sinks, build_causal_mask, has_sinks
 from trainer.patches.replace import replace
 
 VARLEN = "zerolora_varlen"
@@ -57,14 +57,14 @@ def pass_positions_to_masks(base: Any) -> None:
     def clear_positions(module: Any, *_: Any) -> None:
         module.packed_positions = None
 
-    def create_with_positions(*args: Any, **kwargs: Any) -> Any:
+    def create_positioned_mask(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("position_ids") is None and decoder.packed_positions is not None:
             kwargs["position_ids"] = decoder.packed_positions
         return create(*args, **kwargs)
 
     decoder.register_forward_pre_hook(store_positions, with_kwargs=True)
     decoder.register_forward_hook(clear_positions, always_call=True)
-    replace(modeling_file, "create_causal_mask", create_with_positions)
+    replace(modeling_file, "create_causal_mask", create_positioned_mask)
 
 
 def check_attention_supported(section: ModelSection, model: Any) -> None:
@@ -105,7 +105,7 @@ def choose_attention(section: ModelSection) -> str | None:
 
 def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and not has_flash(device, dtype):
-        install_sdpa_with_own_heads()
+        register_repeated_heads()
 
 
 @replaces("attention over packed documents")
@@ -188,14 +188,14 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @replaces("transformers' attention `sdpa`")
-def install_sdpa_with_own_heads() -> None:
-    """Replace transformers' `sdpa` in this process with `sdpa_with_own_heads`."""
+def register_repeated_heads() -> None:
+    """Replace transformers' `sdpa` in this process with `attend_with_repeated_heads`."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register("sdpa", sdpa_with_own_heads)
+    AttentionInterface.register("sdpa", attend_with_repeated_heads)
 
 
-def sdpa_with_own_heads(
+def attend_with_repeated_heads(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -260,7 +260,7 @@ def varlen_attention(
     documents, tokens = len(cu_seqlens) - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
     if sinks is not None:
-        return flash_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
+        return attend_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
     if documents * max_seqlen == tokens and window is None and key_index is None:
         return _attend_batched(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     key_seqlens = cu_seqlens if key_seqlens is None else key_seqlens
@@ -268,7 +268,7 @@ def varlen_attention(
         # Select rows [heads, head_dim], which are contiguous.
         key, value = (heads.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for heads in (key, value))
     if not has_flash(query.device, query.dtype):
-        return _attend_in_turn(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window), None
+        return _attend_each_document(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window), None
     bounds = cu_seqlens, key_seqlens, max_seqlen
     sides: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     return _flash_attention(query, key, value, *bounds, scaling, dropout, **sides).unsqueeze(0), None
@@ -333,7 +333,7 @@ def _flash_attention(
     return out
 
 
-def _attend_in_turn(
+def _attend_each_document(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, key_seqlens: torch.Tensor,
     scaling: float | None, dropout: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
@@ -342,7 +342,7 @@ def _attend_in_turn(
     queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
         mask = _build_mask(q.shape[2], k.shape[2], window, q.device)
-        outs.append(sdpa_with_own_heads(_NO_SHARED_HEADS, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
+        outs.append(attend_with_repeated_heads(_NO_SHARED_HEADS, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outs, 1)
 
 

@@ -37,13 +37,13 @@ from trainer.patches.per_document import (
     is_mask,
 )
 
-LENGTHS, LONGER = (5, 4), (37, 40)
-"""Lengths of two documents in tokens; LONGER is for layers that combine several tokens into one, as in DeepSeek-V4."""
+LENGTHS, LONG_LENGTHS = (5, 4), (37, 40)
+"""Lengths of two documents in tokens; LONG_LENGTHS is for layers that combine several tokens into one (DeepSeek-V4)."""
 LEAK, LEAK_WITH_EXPERTS = 1e-4, 0.05
 """Maximum change of logits (root mean square) at positions that must not see a changed token, relative to the change at
 those that must. Experts change logits without a leak, too: sums over other batches of tokens round differently, and the
 choice of experts can flip."""
-AMPLIFIED = 10.0
+MAX_AMPLIFICATION = 10.0
 """A layer mixes documents if it amplifies the relative change at the second document by this factor."""
 ROUNDING = 0.05
 """Relative difference between logits that may be due to 16-bit rounding."""
@@ -94,10 +94,10 @@ def separate_documents(token_loss: TokenLoss, model: Any, pad_token_id: int, dev
             pass_positions_to_masks(base)
         with _report_model_errors("dataset.packing=true", "set dataset.packing: false", model):
             current = probe.separate_documents()
-            longer = _Probe(token_loss, model, base, pad_token_id, device, LONGER)
+            longer = _Probe(token_loss, model, base, pad_token_id, device, LONG_LENGTHS)
             longer.flat = probe.flat
             if not current and longer.differs_from_unpacked():
-                current = "documents of a pack have different logits than alone"
+                current = "packed documents have different logits than separate ones"
         if not current:
             return probe.flat
         problem = problem or current
@@ -280,7 +280,7 @@ class _LeakObserver:
             # In 16-bit types, a kernel's rounding can depend on other documents, by less than LEAK.
             rounding = LEAK if inputs[0].element_size() == 2 else 0.0
             # Earlier routers may have chosen other experts, and any layer can amplify this a little.
-            limit = max(self._tolerance, AMPLIFIED * input_change) if input_change or has_experts else rounding
+            limit = max(self._tolerance, MAX_AMPLIFICATION * input_change) if input_change or has_experts else rounding
             if input_change <= self._tolerance and max(map(_compare_documents, old_results, results)) > limit:
                 self._leaking.add(path)
 

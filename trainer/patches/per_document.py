@@ -143,8 +143,8 @@ def install_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocumentFo
         replace(base, "forward", _receive_documents(base.forward))
         for layer in base.modules():
             if hasattr(layer, "_gradient_checkpointing_func"):
-                run = partial(_keep_documents, layer._gradient_checkpointing_func)
-                replace(layer, "_gradient_checkpointing_func", run)
+                checkpoint = partial(_keep_documents, layer._gradient_checkpointing_func)
+                replace(layer, "_gradient_checkpointing_func", checkpoint)
     modeling_file = sys.modules[kind.__module__]
     if hasattr(modeling_file, CONVOLUTION_NAME) and explain_unused_kernels(*CONVOLUTION):
         replace(modeling_file, CONVOLUTION_NAME, partial(_convolve, getattr(modeling_file, CONVOLUTION_NAME)))
@@ -214,6 +214,6 @@ def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_with_documents
 
 
-def _keep_documents(run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+def _keep_documents(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     """Run a checkpoint that recomputes with the document layout of its forward pass."""
-    return run(partial(copy_context().run, function), *args)
+    return checkpoint(partial(copy_context().run, function), *args)

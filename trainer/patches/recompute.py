@@ -46,9 +46,9 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     if mode == "none":
         return None
     offload = HostCopies() if training.offload_activations else None
-    run, storage = _choose_checkpoint_function(model, training, offload), "on the device"
+    checkpoint_function, storage = _choose_checkpoint_function(model, training, offload), "on the device"
     if offload is not None:
-        run = partial(_run_with_offload, offload, run)
+        checkpoint_function = partial(_run_with_offload, offload, checkpoint_function)
         model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
         storage = "in host memory"
     if mode == "selective":
@@ -59,7 +59,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
                 "use non_reentrant"
             )
         for part in parts:
-            replace(part, "forward", _checkpoint_forward(part.forward, run))
+            replace(part, "forward", _checkpoint_forward(part.forward, checkpoint_function))
         return f"recomputed in the backward pass: {len(parts)} feed-forward parts; their inputs are kept {storage}"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
@@ -68,7 +68,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
             "transformers", "no layer has `_gradient_checkpointing_func` with gradient checkpointing on"
         )
     for layer in layers:
-        replace(layer, "_gradient_checkpointing_func", run)
+        replace(layer, "_gradient_checkpointing_func", checkpoint_function)
     which = "every layer"
     if first := training.gradient_checkpointing_layers:
         which = _recompute_first(model, layers, first)
@@ -79,9 +79,9 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
 def _choose_checkpoint_function(
     model: Any, training: TrainingSection, offload: "HostCopies | None"
 ) -> Callable[..., Any]:
-    run: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    chosen: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if _uses_random_numbers(model):
-        run = _repeat_random_numbers
+        chosen = _repeat_random_numbers
     if not training.recompute_attention:
         if has_random_attention(model):
             raise UserError(
@@ -89,8 +89,8 @@ def _choose_checkpoint_function(
                 "layer is recomputed; use auto"
             )
         store, load = (offload.copy, offload.fetch) if offload else (lambda tensor: tensor, lambda tensor: tensor)
-        run = partial(run, context_fn=partial(build_attention_contexts, store, load))
-    return run
+        chosen = partial(chosen, context_fn=partial(build_attention_contexts, store, load))
+    return chosen
 
 
 def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
@@ -166,20 +166,20 @@ def _has_matrices(part: nn.Module) -> bool:
     return has_layers or any(len(get_logical_shape(parameter)) > 1 for parameter in part.parameters())
 
 
-def _checkpoint_forward(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpoint_forward(forward: Callable[..., Any], checkpoint_function: Callable[..., Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return run(partial(forward, **kwargs) if kwargs else forward, *args)
+        return checkpoint_function(partial(forward, **kwargs) if kwargs else forward, *args)
 
     return checkpointed
 
 
-def _run_with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+def _run_with_offload(offload: "HostCopies", checkpoint_function: Any, function: Callable[..., Any], *args: Any) -> Any:
     # These hooks see only the tensors that the checkpoint itself saves, because its own hooks apply inside it.
     offload.layer += 1
     with torch.autograd.graph.saved_tensors_hooks(offload.copy_input, offload.fetch):
-        return run(function, *args)
+        return checkpoint_function(function, *args)
 
 
 def compute_host_room() -> int:
@@ -272,10 +272,10 @@ def build_attention_contexts(
     `store` converts a tensor to the object that is kept, and `load` converts it back.
     """
     results: Results = deque()
-    return _KeepAttention(results, store), _ReturnAttention(results, load)
+    return _SaveAttention(results, store), _ReuseAttention(results, load)
 
 
-class _KeepAttention(TorchDispatchMode):
+class _SaveAttention(TorchDispatchMode):
     def __init__(self, results: Results, store: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self._results, self._store = results, store
@@ -288,7 +288,7 @@ class _KeepAttention(TorchDispatchMode):
         return result
 
 
-class _ReturnAttention(TorchDispatchMode):
+class _ReuseAttention(TorchDispatchMode):
     def __init__(self, results: Results, load: Callable[[Any], Tensor]) -> None:
         super().__init__()
         self._results, self._load = results, load

@@ -1,6 +1,6 @@
 """Compute gated MLPs over tiles of the sequence, so that their activations do not grow with its length.
 
-The backward pass recomputes a tile just before its gradients. `_KeepInput` keeps only the input, and a checkpointed
+The backward pass recomputes a tile just before its gradients. `_SaveInput` keeps only the input, and a checkpointed
 layer's recomputation stops there instead of computing the MLP a third time. The factors' gradients are summed over the
 tiles in fp32, and passed to autograd once, as without tiles.
 """
@@ -41,7 +41,7 @@ def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x:
     if not torch.is_grad_enabled() or not (x.requires_grad or trained):
         return _compute_tiles(compute, x, tile)
     contexts: list[Any] = []
-    view = _KeepInput.apply(x, contexts, trained[0] if trained else None)
+    view = _SaveInput.apply(x, contexts, trained[0] if trained else None)
     return _TiledMlp.apply(view, part, compute, tile, contexts[0], *trained)
 
 
@@ -72,7 +72,7 @@ def _compute_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, tile: int) ->
     return results.view(*x.shape[:-1], -1)
 
 
-class _KeepInput(torch.autograd.Function):
+class _SaveInput(torch.autograd.Function):
     """Returns x unchanged, saves it for `_TiledMlp`, and appends its own context to `contexts`."""
 
     @staticmethod
@@ -88,18 +88,18 @@ class _KeepInput(torch.autograd.Function):
 
 
 class _TiledMlp(torch.autograd.Function):
-    """Runs `compute` on tiles of x; only `_KeepInput` saves x."""
+    """Runs `compute` on tiles of x; only `_SaveInput` saves x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, keeper: Any, *_: Tensor
+        ctx: Any, x: Tensor, part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, input_ctx: Any, *_: Tensor
     ) -> Tensor:
-        ctx.part, ctx.compute, ctx.tile, ctx.keeper = part, compute, tile, keeper
+        ctx.part, ctx.compute, ctx.tile, ctx.input_ctx = part, compute, tile, input_ctx
         return _compute_tiles(compute, x, tile)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.keeper.saved_tensors  # a checkpointed layer is recomputed up to here
+        (x,) = ctx.input_ctx.saved_tensors  # a checkpointed layer is recomputed up to here
         trained = _list_trained(ctx.part)
         assert len(trained) == len(ctx.needs_input_grad) - 5, "trained weights differ from those of the forward pass"
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for *_, tensor in trained]

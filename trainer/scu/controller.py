@@ -57,7 +57,7 @@ class _PendingMeasurement:
         return [float(number) for number in self.sums.tolist()]
 
 
-class Steering:
+class ScuController:
     """Computes the penalty and adjusts lambda during a run (the Shannon Control Unit).
 
     `target_tokens` is N, the number of target tokens per epoch (`scu.tokens` overrides it), and `total_steps` the
@@ -113,10 +113,10 @@ class Steering:
         if self.law.controller != "pi" or self.information is None:
             return []
         reach = math.fsum(planned_learning_rates)
-        squares = self.information.compute_reachable_squares(reach, reach * b_ratio)
+        squares = self.information.compute_reachable_bounds(reach, reach * b_ratio)
         bits_low, bits_high = (self.information.compute_bits(bound) for bound in squares)
         low = scu.compute_s_ratio(data_bpt_now, bits_low)
-        now_global = sum_over_ranks(self._divide_by_ranks(self.information.compute_squares().detach()))
+        now_global = sum_over_ranks(self._divide_by_ranks(self.information.compute_sum_of_squares().detach()))
         now = scu.compute_s_ratio(data_bpt_now, self.information.compute_bits(now_global.item()))
         target = self.law.target
         high = scu.compute_s_ratio(MEMORIZED_BPT, bits_high)
@@ -146,7 +146,7 @@ class Steering:
             self._measured = self.divergence.get_local_sum()
             return penalty
         assert self.information is not None
-        squares = self.information.compute_squares()
+        squares = self.information.compute_sum_of_squares()
         self._measured = squares.detach()
         if self.law.controller == "none":
             return torch.zeros_like(self._measured)
@@ -177,11 +177,11 @@ class Steering:
         measured = measured_global.detach().double()
         device = measured.device
         # Create the numbers on the device: copying them from the host would synchronize.
-        tokens, counts = (
+        tokens, was_applied = (
             value.to(device, torch.float64) if isinstance(value, Tensor) else measured.new_full((), float(value))
             for value in (target_tokens_global, applied)
         )
-        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), tokens, measured, counts])
+        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), tokens, measured, was_applied])
         copied, memory_mb = None, 0.0
         if device.type == "cuda":
             sums = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(sums, non_blocking=True)
@@ -195,14 +195,14 @@ class Steering:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        loss_sum, tokens, measured, counts = pending.wait()
-        if not counts or tokens == 0:
+        loss_sum, tokens, measured, was_applied = pending.wait()
+        if not was_applied or tokens == 0:
             return  # a skipped step, or one without target tokens
         if not math.isfinite(loss_sum) or not math.isfinite(measured) or loss_sum < 0:
             measure = "adapter" if self.divergence is None else "divergence from the base model"
             raise ScuError(
                 f"scu: step {pending.step} has a loss sum of {loss_sum} nats over {tokens:g} target tokens, and "
-                f"{measured} for the {measure}; check the loss of that step, or lower training.learning_rate"
+                f"measured {measured} for the {measure}; check the loss of that step, or lower training.learning_rate"
             )
         lambda_, data = self.lambda_, compute_data_bpt(loss_sum, tokens)
         if self.divergence is not None:

@@ -47,11 +47,11 @@ class Reference:
         return sum(len(self.documents[index].input_ids) - 1 for index in self._select_all_ranks(step))
 
     def _select_all_ranks(self, step: int) -> list[int]:
-        together, count = self.rows * self.world_size, len(self.documents)
-        draws = range((step - 1) * together, step * together)
-        turns = {draw // count for draw in draws}
-        orders = {turn: np.random.default_rng([self.seed, turn]).permutation(count) for turn in turns}
-        return [int(orders[draw // count][draw % count]) for draw in draws]
+        rows_per_step, count = self.rows * self.world_size, len(self.documents)
+        positions = range((step - 1) * rows_per_step, step * rows_per_step)
+        passes = {position // count for position in positions}
+        orders = {index: np.random.default_rng([self.seed, index]).permutation(count) for index in passes}
+        return [int(orders[position // count][position % count]) for position in positions]
 
 
 def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Reference) -> list[Tensor] | None:

@@ -104,7 +104,7 @@ class AdapterInformation:
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
         self.chunks = list(_build_chunks(pairs, flat))
 
-    def compute_squares(self) -> Tensor:
+    def compute_sum_of_squares(self) -> Tensor:
         """Return this rank's differentiable Q; the adapter's Q and its gradient are the means over the ranks.
 
         Under ZeRO-3 with `factors`, this is Q of this rank's shards times the number of ranks, otherwise Q of the full
@@ -134,22 +134,22 @@ class AdapterInformation:
         return squares * self.nats_per_square / math.log(2.0)
 
     @torch.no_grad()
-    def compute_reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
-        """Return bounds on Q if elements of A (B) move by at most reach_a (reach_b), the sum of learning rates.
+    def compute_reachable_bounds(self, max_change_a: float, max_change_b: float) -> tuple[float, float]:
+        """Return bounds on Q if elements of A (B) move by at most c_A = max_change_a (c_B), the sum of learning rates.
 
-        factors: from (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
-        s ((|B| + reach_b)(|A| + reach_a) - |B||A|); the bounds are the current norm plus and minus the norm of that.
+        factors: from (|w| - c)_+^2 to (|w| + c)^2. delta: |s B A| moves elementwise by at most
+        s ((|B| + c_B)(|A| + c_A) - |B||A|); the bounds are the current norm plus and minus the norm of that.
         """
         low = high = 0.0
         for chunk in self.chunks:
             a_NRI, b_NOR = chunk.stack(_gather_whole)
             if self.measure == "factors":
-                for weights, reach in ((a_NRI, reach_a), (b_NOR, reach_b)):
-                    low += float((weights.abs() - reach).clamp(min=0).square().sum())
-                    high += float((weights.abs() + reach).square().sum())
+                for weights, change in ((a_NRI, max_change_a), (b_NOR, max_change_b)):
+                    low += float((weights.abs() - change).clamp(min=0).square().sum())
+                    high += float((weights.abs() + change).square().sum())
                 continue
             a_abs, b_abs = a_NRI.abs(), b_NOR.abs()
-            a_far, b_far = a_abs + reach_a, b_abs + reach_b
+            a_far, b_far = a_abs + max_change_a, b_abs + max_change_b
             present_N = _compute_dots(a_NRI, b_NOR, a_NRI, b_NOR).clamp(min=0).sqrt()
             squared_N = _compute_dots(a_far, b_far, a_far, b_far) + _compute_dots(a_abs, b_abs, a_abs, b_abs)
             moved_N = (squared_N - 2 * _compute_dots(a_far, b_far, a_abs, b_abs)).clamp(min=0).sqrt()

@@ -245,7 +245,7 @@ def _check_gains(law: Law) -> None:
     above = replace(law, controller="fixed")
     below = replace(above, kp=below_kp * law.kp, ki=below_ki * law.ki)
     if not (is_stable(above, SLOPE[law.form]) and is_stable(below, SLOPE[law.form])):
-        problem = f"with scu.kp={law.kp:g} and scu.ema={law.ema:g} the oscillation of lambda grows"
+        problem = f"lambda oscillates increasingly with scu.kp={law.kp:g} and scu.ema={law.ema:g}"
         raise ValueError(f"ki={law.ki:g}: {problem}; use auto for both gains")
 
 

@@ -18,7 +18,7 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.loss_head import TokenLoss
-from trainer.scu.controller import Steering
+from trainer.scu.controller import ScuController
 from trainer.scu.divergence import Divergence, Reference, cache_base_states
 
 MAX_AUTO_CACHE_BYTES = 2**30
@@ -28,7 +28,7 @@ MIN_TEXTS, MAX_GROUPS, NEIGHBORS = 64, 8, 8
 def start_steering(
     config: RunConfig, prepared: PreparedRun, ranks: Ranks, engine: Engine, loss: object, *, flat: bool,
     total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
-) -> tuple[Steering, list[str]]:  # fmt: skip
+) -> tuple[ScuController, list[str]]:  # fmt: skip
     """Return the controller, as of optimizer step `step` of `total_steps`, and warnings; a collective call.
 
     `flat`: whether packs are a single row of documents. `restored` is the controller's state in the checkpoint;
@@ -38,7 +38,7 @@ def start_steering(
     divergence = None
     if config.scu.measure == "kl":
         divergence = build_divergence(config, prepared, ranks, engine, loss, flat, total_steps, say)
-    steering = Steering(
+    steering = ScuController(
         config.scu,
         engine.module,
         target_tokens=prepared.data.stats.target_tokens,
@@ -51,10 +51,10 @@ def start_steering(
     return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"] if step else []
 
 
-def check_start(
-    steering: Steering, bits: float, schedule: Any, config: RunConfig, total_steps: int, step: int
+def list_target_warnings(
+    steering: ScuController, bits: float, schedule: Any, config: RunConfig, total_steps: int, step: int
 ) -> list[str]:
-    """Return `Steering.check_target`'s warnings for the planned learning rates; `bits` is the loss before `step`."""
+    """Return `check_target`'s warnings for the planned learning rates; `bits` is the loss before `step`."""
     ratio = config.lora.loraplus_lr_ratio or 1.0
     return steering.check_target(bits, compute_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
 
@@ -107,17 +107,17 @@ def build_divergence(
 
 
 @phase("steer")
-def fit_to_target(steering: Steering | None, model: Any, say: Callable[[str], None]) -> float:
+def fit_to_target(steering: ScuController | None, model: Any, say: Callable[[str], None]) -> float:
     """Scale the adapter in memory to meet the `kl` target on held-out text; return the factor. A collective call."""
     if steering is None or steering.divergence is None or (held_out := steering.divergence.held_out) is None:
         return 1.0
 
-    def kl_bits(factor: float) -> float:
+    def measure_kl_bits(factor: float) -> float:
         with scale_adapter_temporarily(model, factor):
             return held_out.measure_all()
 
     model.eval()
-    fitted = find_scale(kl_bits, steering.law.target, len(held_out.reference.documents))
+    fitted = find_scale(measure_kl_bits, steering.law.target, len(held_out.reference.documents))
     steering.fitted = asdict(fitted)
     scale_adapter(model, fitted.factor)
     say(fitted.format_summary(steering.law.target))
@@ -149,11 +149,11 @@ def choose_held_out(count: int) -> set[int]:
     return {begin + number for begin in begins for number in range(NEIGHBORS)}
 
 
-def find_scale(kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
-    """Find the largest scale, in steps of 1/256, for which `kl_bits` is within the target; 1 if there is none."""
-    low, high, measured = 0.0, 1.0, {1.0: kl_bits(1.0)}
+def find_scale(measure_kl_bits: Callable[[float], float], target: float, texts: int) -> ScaleFit:
+    """Find the largest scale, in steps of 1/256, for which K is within the target; 1 if there is none."""
+    low, high, measured = 0.0, 1.0, {1.0: measure_kl_bits(1.0)}
     while measured[1.0] > target and high - low > 1 / 256:
         middle = (low + high) / 2
-        measured[middle] = kl_bits(middle)
+        measured[middle] = measure_kl_bits(middle)
         low, high = (middle, high) if measured[middle] <= target else (low, middle)
     return ScaleFit(low or 1.0, measured[1.0], measured[low or 1.0], texts)

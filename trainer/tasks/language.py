@@ -23,7 +23,7 @@ from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.vision import ImageInputs
 from trainer.model.answers import encode_prompt, generate_greedy_answers, needs_synced_passes
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, resize_to_vocabulary
-from trainer.model.image_reader import build_image_inputs, cache_features, trains_images
+from trainer.model.image_reader import build_image_inputs, cache_features, has_trained_image_modules
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record
 from trainer.monitor.mfu import MfuMeter
@@ -102,7 +102,7 @@ class LanguageTask(Task):
         if not has_images(self._prepared):
             return
         assert self._prepared.images is not None
-        every_rank = self._config.zero.stage == 3 or trains_images(model)
+        every_rank = self._config.zero.stage == 3 or has_trained_image_modules(model)
         self._images = build_image_inputs(self._prepared.images, model, every_rank=every_rank)
         # varlen attention has no masks for image tokens, and the vision tower would receive the documents' bounds.
         if self._images.type_name is not None or not self._config.vision.cache:

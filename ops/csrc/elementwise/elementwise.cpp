@@ -167,7 +167,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
   static Tensors backward(AutogradContext* ctx, const Tensors& grads) {
     static const auto op = find<decltype(rms_norm_backward)>("zerolora::rms_norm_backward");
     TORCH_CHECK_VALUE(!ctx->needs_input_grad(1),
-                      "weight.requires_grad=True: the operator has no gradient of the weight");
+                      "weight.requires_grad=True: the operator does not compute its gradient; freeze it");
     if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor(), Tensor()};
     const Tensors saved = ctx->get_saved_variables();
     return {op.call(grads[0], saved[0], saved[1], saved[2], ctx->saved_data["offset"].toDouble()), Tensor(), Tensor(),

@@ -11,7 +11,7 @@ inline Dropout make_dropout(double p, const std::optional<Tensor>& seed) {
   Dropout dropout;
   if (p == 0.0) return dropout;
   TORCH_CHECK_VALUE(seed.has_value() && seed->scalar_type() == at::kLong && seed->is_cuda() && seed->numel() == 1,
-                    "dropout=", std::to_string(p), ": needs a seed, one int64 on the device of x");
+                    "dropout=", std::to_string(p), ": seed is missing; pass one int64 on the same device as x");
   dropout.seed = seed->const_data_ptr<int64_t>();
   dropout.threshold = std::min(static_cast<uint32_t>(p * 32768.0 + 0.5), 32767u);
   dropout.keep_scale = static_cast<float>(1.0 / (1.0 - p));
@@ -60,7 +60,7 @@ inline void check_biases(at::TensorList biases, at::IntArrayRef outs) {
   bool fit = biases.empty() || biases.size() == outs.size();
   for (size_t i = 0; fit && i < biases.size(); ++i) fit = biases[i].dim() == 1 && biases[i].size(0) == outs[i];
   TORCH_CHECK_VALUE(fit, text(biases.size()), " biases for ", text(outs.size()),
-                    " weights: need one per output of each, or none");
+                    " weights: expected one [O] per weight, or none");
 }
 
 // The position of each projection's ranks in h and dh.

@@ -141,8 +141,7 @@ struct Group : torch::autograd::Function<Group> {
       return any;
     };
     TORCH_CHECK_VALUE(!any_needed(1),
-                      "weight.requires_grad=True: the fused operator has no gradient of the base"
-                      " weight; freeze it");
+                      "weight.requires_grad=True: the fused operator does not compute its gradient; freeze it");
     grads.pop_back();  // h's
     for (size_t i = 0; i < n; ++i) {
       if (grads[i].defined()) continue;  // a projection with an unused output
