@@ -45,7 +45,7 @@ def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -
     losses: list[float] = []
     epoch = offset = 0
     for _ in range(training.max_steps):
-        parts, taken = batches.step_batches(epoch, offset)
+        parts, taken = batches.build_step_batches(epoch, offset)
         total = 0.0
         for part in parts:
             for group in (_on(device, each) for each in part.groups):

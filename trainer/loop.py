@@ -164,7 +164,7 @@ class Loop:
         """Return this rank's micro-batches for the next step, and the number of samples used across all ranks."""
         context, position = self._context, self.position
         with phase("data"), context.time_own_work(on_device=False):
-            batches, consumed = context.batches.step_batches(position.epoch, position.offset)
+            batches, consumed = context.batches.build_step_batches(position.epoch, position.offset)
         for hook in self._hooks:
             hook.with_batches(position.step + 1, batches)
         return batches, consumed

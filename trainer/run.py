@@ -191,7 +191,7 @@ class Run:
             flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
-        batches, _ = self.batches.step_batches(position.epoch, position.offset)
+        batches, _ = self.batches.build_step_batches(position.epoch, position.offset)
         bits = self.evaluation.compute_mean_loss(batches) / math.log(2)
         warnings += check_start(steering, bits, self.schedule, self.config, self.total_steps, position.step)
         for warning in warnings:

@@ -24,7 +24,7 @@ def prepared(
     tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, limit: int | None = None, **settings: Any
 ) -> PreparedData:
     section = DatasetSection(**({"path": "chats.jsonl", "max_length": 64} | settings))
-    return prepare_data(section, tokenizer, seed=seed, cache_dir=Path("cache"), max_length_of_model=limit)
+    return prepare_data(section, tokenizer, seed=seed, cache_dir=Path("cache"), model_max_length=limit)
 
 
 def count_samples(data: PreparedData) -> list[Sample]:
@@ -101,7 +101,7 @@ def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase
     stats = data.stats
     assert (stats.records, stats.documents, stats.samples, stats.dropped, stats.truncated) == (30, 30, 30, 0, 0)
     assert stats.tokens == sum(len(sample.input_ids) for sample in count_samples(data))
-    assert stats.target_tokens == sum(sum(sample.trained) for sample in count_samples(data)) > 0
+    assert stats.target_tokens == sum(sum(sample.loss_weights) for sample in count_samples(data)) > 0
     assert stats.trained_fraction == stats.target_tokens / stats.tokens
     assert stats.lines()[0] == "dataset: format messages (found by the field messages)"
 
@@ -110,11 +110,11 @@ def test_long_documents_are_cut_and_counted(tokenizer: PreTrainedTokenizerBase) 
     write_chats(Path("chats.jsonl"), 30)
     whole, cut = prepared(tokenizer), prepared(tokenizer, max_length=30)
     longer = [sample for sample in count_samples(whole) if len(sample.input_ids) > 30]
-    left = [sample for sample in longer if any(sample.trained[1:30])]
+    left = [sample for sample in longer if any(sample.loss_weights[1:30])]
     assert 0 < len(left) < len(longer) < 30
     assert cut.stats.truncated == len(left) and cut.stats.dropped == len(longer) - len(left)
     assert f"{len(left)} cut to 30 tokens; {len(longer) - len(left)} dropped" in cut.stats.lines()[1]
-    kept = [sample for sample in count_samples(whole) if any(sample.trained[1:30])]
+    kept = [sample for sample in count_samples(whole) if any(sample.loss_weights[1:30])]
     assert [sample.input_ids for sample in count_samples(cut)] == [sample.input_ids[:30] for sample in kept]
 
 
@@ -123,12 +123,12 @@ def test_packs_hold_every_document_once(tokenizer: PreTrainedTokenizerBase) -> N
     alone, packed = prepared(tokenizer), prepared(tokenizer, packing=True, max_length=100)
     documents = []
     for sample in count_samples(packed):
-        assert len(sample.input_ids) == sum(sample.document_lengths) == len(sample.trained) <= 100
+        assert len(sample.input_ids) == sum(sample.document_lengths) == len(sample.loss_weights) <= 100
         start = 0
         for length in sample.document_lengths:
-            documents.append((sample.input_ids[start : start + length], sample.trained[start : start + length]))
+            documents.append((sample.input_ids[start : start + length], sample.loss_weights[start : start + length]))
             start += length
-    assert sorted(documents) == sorted((sample.input_ids, sample.trained) for sample in count_samples(alone))
+    assert sorted(documents) == sorted((sample.input_ids, sample.loss_weights) for sample in count_samples(alone))
     assert packed.stats.samples == len(count_samples(packed)) < 40 and packed.stats.documents == 60
     assert packed.stats.packing_efficiency == packed.stats.tokens / (100 * packed.stats.samples) > 0.85
     assert packed.stats.target_tokens == alone.stats.target_tokens
@@ -250,7 +250,7 @@ def _count_builds(folder: str, tokenizer_folder: str, start: Any, results: Any) 
     prepare_module._build_cache = slow_build  # type: ignore[assignment]
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
     start.wait()
-    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), model_max_length=None)
     assert isinstance(data.train, Samples)
     results.put((len(built), [sample.input_ids for sample in data.train]))
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("own_data_folder")
 
 def stats_of(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> DataStats:
     section = DatasetSection(**({"path": "a.jsonl", "max_length": 64} | settings))
-    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None).stats
+    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None).stats
 
 
 def write_pairs(name: str, *answers: str) -> None:
@@ -81,7 +81,7 @@ def test_nulls_are_padding_in_arrow_alone(tokenizer: PreTrainedTokenizerBase) ->
 
     def first_text(path: str) -> str:
         section = DatasetSection(path=path, chat_template=THINKING)
-        data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+        data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)
         assert isinstance(data.train, Samples)
         return str(tokenizer.decode(data.train[0].input_ids))
 
@@ -322,14 +322,14 @@ def test_bad_records_stop_or_are_skipped_and_counted(
     with pytest.raises(UserError, match=needle):
         stats_of(tokenizer, **settings)
     section = DatasetSection(max_length=64, on_bad_record="skip", **settings)
-    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)
     (note,) = [note for note in data.stats.notes if "skipped" in note]
     assert note.startswith("warning: dataset: 2 of 8 records are skipped; first: ") and needle in note
     if not streaming:
         assert (data.stats.skipped, data.stats.documents, data.stats.dropped) == ({"dataset": 2}, 6, 0)
     file.write_bytes(b"\n".join([*head, bad, bad]))
     with pytest.raises(UserError, match=re.sub("line [34]", "line [12]", needle)):
-        prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+        prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)
 
 
 def test_a_number_of_records_is_held_out(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -209,16 +209,16 @@ def test_two_ranks_draw_what_one_draws(root: Path) -> None:
     prepared = prepare(run_config(root))
     [alone] = batches_of(prepared, ranks=1, accumulation=4)
     both = batches_of(prepared, ranks=2, accumulation=2)
-    whole, taken = alone.step_batches(1, 0)
-    parts = [batches.step_batches(1, 0)[0] for batches in both]
+    whole, taken = alone.build_step_batches(1, 0)
+    parts = [batches.build_step_batches(1, 0)[0] for batches in both]
     assert taken == 4
     apart = [parts[rank][step] for step in range(2) for rank in range(2)]
     for one, other in zip(whole, apart, strict=True):
         for name in ("latents", "noise", "times"):
             assert torch.equal(getattr(one.groups[0], name), getattr(other.groups[0], name))
-    again, _ = alone.step_batches(2, 0)
+    again, _ = alone.build_step_batches(2, 0)
     assert not torch.equal(again[0].groups[0].noise, whole[0].groups[0].noise), "every epoch draws again"
-    last, taken = both[1].step_batches(1, 5)
+    last, taken = both[1].build_step_batches(1, 5)
     assert taken == 1 and [batch.target_count for batch in last] == [0, 0], "what fills up does not count"
     assert all(float(group.weights.sum()) == 0 for batch in last for group in batch.groups)
 
@@ -231,7 +231,7 @@ def test_captions_are_dropped_as_often_as_asked(root: Path) -> None:
     dropped = [
         torch.equal(text, empty)
         for epoch in range(40)
-        for batch in batches.step_batches(epoch, 0)[0]
+        for batch in batches.build_step_batches(epoch, 0)[0]
         for group in batch.groups
         for text in group.conditions["text"]
     ]
@@ -253,10 +253,10 @@ def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None
     draw = Objective(prepared.model_config, ImageSection()).draw_time, ImageSection()
     common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
     both = [ImageBatches(samples, *draw, rank=rank, world_size=2, **common) for rank in range(2)]
-    passes = [[len(each.step_batches(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]
+    passes = [[len(each.build_step_batches(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]
     assert all(one == other for one, other in passes)
     assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"
-    weights = [float(group.weights.sum()) for each in both for group in each.step_batches(0, 0)[0][0].groups]
+    weights = [float(group.weights.sum()) for each in both for group in each.build_step_batches(0, 0)[0][0].groups]
     assert sum(weights) == 4, "what fills up does not count"
     rows = [list(iterate_evaluation_images(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
     assert [len(batch.groups) for batch in rows[0]] == [len(batch.groups) for batch in rows[1]]

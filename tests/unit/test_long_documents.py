@@ -21,7 +21,7 @@ def prepared(folder: Path, characters: int, max_length: int) -> tuple[PreparedDa
     begin = time.perf_counter()
     data = prepare_data(
         DatasetSection.model_validate(settings), build_byte_tokenizer(), seed=0, cache_dir=folder / "cache",
-        max_length_of_model=None,
+        model_max_length=None,
     )  # fmt: skip
     return data, time.perf_counter() - begin
 

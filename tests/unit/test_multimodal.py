@@ -85,7 +85,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     check: GradientCheck | None = GradientCheck(model)
     epoch = offset = 0
     for _ in range(training.max_steps):
-        parts, taken = batches.step_batches(epoch, offset)
+        parts, taken = batches.build_step_batches(epoch, offset)
         targets, total = sum(part.target_count for part in parts), 0.0
         for part in parts:
             loss = token_loss(model, part, CPU)

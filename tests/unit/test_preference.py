@@ -257,8 +257,8 @@ def pairs_of(ground: Path, *records: dict[str, Any], **changes: Any) -> tuple[li
 
 def trained_text(document: Sample, tokenizer: Any) -> tuple[str, str]:
     """The prompt and the trained part."""
-    at, end = document.trained.index(True), len(document.trained) - document.trained[::-1].index(True)
-    assert all(document.trained[at:end])
+    at, end = document.loss_weights.index(True), len(document.loss_weights) - document.loss_weights[::-1].index(True)
+    assert all(document.loss_weights[at:end])
     return tokenizer.decode(document.input_ids[:at]), tokenizer.decode(document.input_ids[at:end])
 
 

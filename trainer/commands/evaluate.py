@@ -91,7 +91,8 @@ def evaluate(
     inputs = None if images is None else build_image_inputs(images, model, every_rank=False)
     base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
     # The first token of a document is not predicted.
-    tokens = np.array([sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=np.float64)
+    counts = [sum(weight > 0 for weight in document.loss_weights[1:]) for document in documents]
+    tokens = np.array(counts, dtype=np.float64)
     results: dict[str, Any] = {"documents": len(documents), "target_tokens": int(tokens.sum())}
     for part, values in bootstrap(base, adapter, tokens, resamples=resamples, seed=seed).items():
         results[part] = {}

@@ -378,4 +378,4 @@ def _count_targets(
 
 def _compute_max_length(prepared: PreparedRun) -> int:
     train = prepared.data.train
-    return int(train.lengths()[0].max()) if hasattr(train, "lengths") else 0
+    return int(train.count_tokens()[0].max()) if hasattr(train, "count_tokens") else 0

@@ -16,7 +16,7 @@ from trainer.contract.standard_streams import PROGRESS
 from trainer.data.batches import Batches
 from trainer.data.cache import PreparedData
 from trainer.data.grouping import DataStats
-from trainer.data.image_parts import decode_image, read_stored
+from trainer.data.image_parts import decode_image, read_stored_image
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
@@ -141,7 +141,7 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
             text.append(part if colors or not weight else f"⟦{part}⟧", style=style)
         for stored in (image for images in document.images for image in images):
-            image = decode_image(*(shown := read_stored(stored)))
+            image = decode_image(*(shown := read_stored_image(stored)))
             text.append(f"\n[image of {image.width} x {image.height} pixels {shown[1]}]", style="cyan")
             if colors:
                 text.append(_draw_image(image))
@@ -181,4 +181,4 @@ def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:
 
 def _count_targets(documents: Iterable[Sample]) -> int:
     """Count the tokens that contribute to the loss; the first token of a document never does."""
-    return sum(weight > 0 for document in documents for weight in document.trained[1:])
+    return sum(weight > 0 for document in documents for weight in document.loss_weights[1:])

@@ -13,7 +13,7 @@ from trainer.data.cache import PreparedData, prepare_data, prepare_reference
 from trainer.data.conversations import load_chat_template
 from trainer.data.grouping import DataStats
 from trainer.data.prepared import PreparedRun
-from trainer.data.prompt_files import sample_prompts
+from trainer.data.prompt_files import read_sample_prompts
 from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
@@ -67,7 +67,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         problem = f"the model's context is {files.longest} tokens, so it may learn little from longer documents"
         notes += (f"warning: {setting}: {problem}. Reduce it, or set model.rope_scaling.",)
     # Check these before tokenizing the data, which may take a long time.
-    prompts = tuple(sample_prompts(config.logging.sample_prompts))
+    prompts = tuple(read_sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
         load_tasks(config.evaluation.tasks)
     for name in config.evaluation.metrics:
@@ -101,7 +101,7 @@ def tokenize(config: RunConfig, files: PreparedRun, **checks: Callable[[DataStat
         files.tokenizer,
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=None if has_rotary_positions(files.model_config) else files.longest,
+        model_max_length=None if has_rotary_positions(files.model_config) else files.longest,
         images=files.images,
         **checks,
     )

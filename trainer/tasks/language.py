@@ -16,7 +16,7 @@ from ops.head import LossKind
 from trainer.config import RunConfig, UserError
 from trainer.data.batches import Batches, MicroBatch, StreamBatches, iterate_evaluation_batches
 from trainer.data.grouping import DataStats
-from trainer.data.image_parts import thumbnail
+from trainer.data.image_parts import build_thumbnail
 from trainer.data.prepared import PreparedRun, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
@@ -162,7 +162,7 @@ class LanguageTask(Task):
             "batch_size": training.batch_size,
             "accumulation": training.gradient_accumulation_steps,
             **self._data_rank,
-            **self._layout,
+            **self._collate_options,
         }
         if isinstance(samples, Samples):
             dataset, seed = self._config.dataset, self._config.seed
@@ -176,7 +176,7 @@ class LanguageTask(Task):
         return self._iterate(samples, training.eval_batch_size or training.batch_size)
 
     def _iterate(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
-        return iterate_evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._layout)
+        return iterate_evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._collate_options)
 
     @property
     def _data_rank(self) -> dict[str, int]:
@@ -188,7 +188,7 @@ class LanguageTask(Task):
         }
 
     @property
-    def _layout(self) -> dict[str, Any]:
+    def _collate_options(self) -> dict[str, Any]:
         token, shared = self._any_token, self.shares_prompts
         layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
         return {**layout, "sequence": self._sequence, "images": self._images}
@@ -283,5 +283,5 @@ class LanguageTask(Task):
 
 def _decode_example(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
     """Return the decoded segments of a document with their weights, and thumbnails of its images."""
-    images = [(0.0, thumbnail(stored)) for part in document.images for stored in part]
+    images = [(0.0, build_thumbnail(stored)) for part in document.images for stored in part]
     return [*decode_parts(document, tokenizer), *images]

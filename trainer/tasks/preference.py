@@ -26,7 +26,7 @@ from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.grouping import DataStats
 from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.data.samples import Sample, Samples
-from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
+from trainer.data.shared_prompts import MIN_SAVINGS, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.parallel.ranks.sequence_group import sum_over_parts
@@ -344,8 +344,10 @@ class PreferenceTask(LanguageTask):
             return list(zip(SIDES, documents, strict=False))
         examples: dict[str, Sample] = {}
         for answer in islice(documents, 0, MAX_SEARCHED_DOCUMENTS, 2):  # every second document is a mismatched answer
-            label = "good answer" if max(answer.trained) == DESIRABLE else "bad answer"
-            examples.setdefault(label, replace(answer, trained=[float(weight > 0) for weight in answer.trained]))
+            label = "good answer" if max(answer.loss_weights) == DESIRABLE else "bad answer"
+            examples.setdefault(
+                label, replace(answer, loss_weights=[float(weight > 0) for weight in answer.loss_weights])
+            )
         return list(examples.items())
 
     def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
@@ -367,7 +369,7 @@ class PreferenceTask(LanguageTask):
         is_possible = is_possible and config.parallel.sequence == 1 and self._images is None
         if self._images is not None and requested is True:
             raise UserError("preference.share_prompt=true: not supported for data with images; use auto")
-        if not requested or (requested == "auto" and (saved < WORTH_SHARING or not is_possible)):
+        if not requested or (requested == "auto" and (saved < MIN_SAVINGS or not is_possible)):
             return False
         reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
         if reason and requested is True:

@@ -32,7 +32,7 @@ class BatchSource(Protocol):
     def samples_per_epoch(self) -> int | None:
         """Number of samples across all ranks; None for a stream, which is one endless epoch."""
 
-    def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
+    def build_step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
         """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks."""
 
 

@@ -90,12 +90,12 @@ class ImageBatches(GlobalBatches):
     def samples_per_epoch(self) -> int:
         return len(self.samples)
 
-    def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
+    def build_step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
         """Return this rank's micro-batches for the step starting at `offset`, and its image count across all ranks."""
         selected = self.order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
-        for part in self.parts():
+        for part in self.list_rank_slices():
             passes = self._count_passes(selected, positions, part.start - self.rank * self.batch_size)
             batches.append(self._build_batch(epoch, selected[part], positions[part], passes))
         return batches, len(selected)
