@@ -137,7 +137,7 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
 
     latents, noise = group.latents, group.noise
     steps = scheduler.config.num_train_timesteps
-    index = (group.times * steps).long()
+    index = (group.timesteps * steps).long()
     if family in ("sd", "sdxl"):
         noisy = scheduler.add_noise(latents, noise, index)
         added = {"text_embeds": given["pooled"], "time_ids": given["sizes"]} if family == "sdxl" else None

@@ -42,15 +42,15 @@ class Loop:
         reporter: Metrics | None,
         evaluate: Callable[[], tuple[float, dict[str, float]]] | None,
         checkpoints: CheckpointManager | None,
-        counted: Sequence[str],
+        count_units: Sequence[str],
     ) -> None:
         """Prepare the loop; `evaluate` returns the metric to compare (lower is better) and all metrics.
 
-        `counted` is `Task.counted`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
+        `count_units` is `Task.count_units`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
-        self._checkpoints, self._counted = checkpoints, counted
+        self._checkpoints, self._count_units = checkpoints, count_units
         self.position = position
         self._saved_at = position.step
         self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), 0.0
@@ -231,7 +231,7 @@ class Loop:
         )
 
     def _report(self, step: int, result: StepResult, metrics: dict[str, float], seconds: float) -> None:
-        context, position, counted = self._context, self.position, self._counted
+        context, position, units = self._context, self.position, self._count_units
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
         # All ranks must call the hooks, since some of them sum over ranks.
@@ -244,14 +244,14 @@ class Loop:
             "train/grad_norm": result.grad_norm,
             "train/nonfinite_steps": float(position.nonfinite_steps),
             "perf/step_ms": seconds * 1e3,
-            f"perf/{counted[0]}_per_second": result.tokens / seconds,
-            f"perf/{counted[0]}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
+            f"perf/{units[0]}_per_second": result.tokens / seconds,
+            f"perf/{units[0]}_per_second_per_gpu": result.tokens / seconds / context.ranks.world_size,
             "memory/peak_gib": read_peak_memory_gib(),
         } | metrics
         if samples := context.batches.samples_per_epoch:
             values["train/epoch"] = position.epoch + position.offset / samples
         counts = (position.tokens, position.target_tokens)
-        values |= {f"train/{name}": float(count) for name, count in zip(counted, counts, strict=False)}
+        values |= {f"train/{name}": float(count) for name, count in zip(units, counts, strict=False)}
         if context.steering is not None:
             values |= context.steering.metrics()
         for metrics_of_hook in measured:

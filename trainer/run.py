@@ -81,7 +81,7 @@ class Run:
 
         Unless `verbose` is set, the console shows only the most important lines before the first step.
         """
-        self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.longest), loaded.notes, lock
+        self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.context_length), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
         self.restored_scu = self.steering = None
@@ -177,7 +177,7 @@ class Run:
     @phase("restore")
     def _restore(self, engine: Engine) -> Position:
         """Create the batches and the schedule, restore them if there is a checkpoint, and return the position."""
-        self.batches = self.task.batches()
+        self.batches = self.task.build_batches()
         self.schedule = self.builder.build_schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
         return position
@@ -216,7 +216,7 @@ class Run:
             reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.has_checkpoints else None,
-            counted=self.task.counted,
+            count_units=self.task.count_units,
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:

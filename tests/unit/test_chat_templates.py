@@ -325,7 +325,7 @@ def test_text_that_a_template_does_not_write() -> None:
         if lost:
             assert encode(tokenizer, messages).warnings == lost
             continue
-        with pytest.raises(UserError, match=rf"record 1: the chat template does not write {role} turn"):
+        with pytest.raises(UserError, match=rf"record 1: the chat template omits {role} turn"):
             encode(tokenizer, messages)
 
 
@@ -343,7 +343,7 @@ def test_calls_of_one_turn_are_all_written_or_the_record_is_refused() -> None:
     tokenizer = tokenizer_of("qwen3")
     [trained] = trained_texts(tokenizer, encode(tokenizer, messages, tools=[TOOL]))
     assert "Ulm" in trained and "Bonn" in trained
-    with pytest.raises(UserError, match="record 1: the chat template writes one tool call per turn, but turn 2 has 2"):
+    with pytest.raises(UserError, match="record 1: the chat template renders one tool call per turn, but turn 2 has 2"):
         encode(tokenizer_of("gpt-oss"), messages, tools=[TOOL])
 
 

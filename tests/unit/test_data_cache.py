@@ -66,7 +66,7 @@ def test_damage_is_made_good_with_one_note(tokenizer: PreTrainedTokenizerBase, d
         again = prepared(tokenizer)
         assert tokens(again) == expected, name
         assert again.stats.notes[0].startswith(f"the cached data in {folder} was damaged ("), name
-        assert again.stats.notes[0].endswith("and is rebuilt") and again.stats.notes[1:] == first.stats.notes
+        assert again.stats.notes[0].endswith("and has been rebuilt") and again.stats.notes[1:] == first.stats.notes
         assert prepared(tokenizer).stats == first.stats
     assert sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".lock") == [first.fingerprint]
 

@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         GATHERED,
         TALK,
         {},
-        ("record 1", "not write assistant turn 3", "{% generation %}"),
+        ("record 1", "omits assistant turn 3", "{% generation %}"),
     ),
     "roles that do not alternate": (BRACKETS, TALK[2:], {}, ("record 1", "roles must alternate")),
     "tool calls in a template without": (
@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         ),
         TALK,
         {},
-        ("record 1", "not write assistant turn 3"),
+        ("record 1", "omits assistant turn 3"),
     ),
 }
 
@@ -377,7 +377,7 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert load_chat_template(tokenizer, None) == CHATML
     assert load_chat_template(tokenizer, WORDS) == WORDS
     assert load_chat_template(tokenizer, str(file)) == WORDS
-    with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: neither a template nor an existing"):
+    with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: not a template, and no such file"):
         load_chat_template(tokenizer, "missing.jinja")
     with pytest.raises(UserError, match=r"chat_template=.*: is a folder; restore or replace the file"):
         load_chat_template(tokenizer, str(tmp_path))

@@ -57,7 +57,7 @@ def test_a_picture_gets_the_size_nearest_in_shape_and_is_cut_little() -> None:
         found = fit_to_bucket(width, height, sizes)
         image = found.apply(Image.new("RGB", (width, height)))
         assert image.size == (found.width, found.height)
-        shown = found.width * found.height / (found.scaled[0] * found.scaled[1])
+        shown = found.width * found.height / (found.scaled_size[0] * found.scaled_size[1])
         assert shown > 0.93, f"{width} x {height} loses {1 - shown:.0%}"
     assert list_bucket_sizes(ImageSection(resolution=512, buckets=False)) == [(512, 512)]
 
@@ -144,12 +144,12 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
         seen = pipeline.vae.encode(pixels[None]).latent_dist
         mirrored = pipeline.vae.encode(pixels[None].flip(-1)).latent_dist
         text, _, pooled, _ = pipeline.encode_prompt([picture.caption], do_classifier_free_guidance=False)
-    mean, std = samples.store.latents(entry.index, flipped=False)
+    mean, std = samples.store.load_latents(entry.index, flipped=False)
     assert torch.equal(mean, seen.mean[0] * pipeline.vae.config.scaling_factor)
     assert torch.equal(std, seen.std[0] * pipeline.vae.config.scaling_factor)
-    flipped, _ = samples.store.latents(entry.index, flipped=True)
+    flipped, _ = samples.store.load_latents(entry.index, flipped=True)
     assert torch.equal(flipped, mirrored.mean[0] * pipeline.vae.config.scaling_factor)
-    conditions = samples.store.conditions(entry.caption)
+    conditions = samples.store.load_conditions(entry.caption)
     torch.testing.assert_close(conditions["text"], text[0])
     torch.testing.assert_close(conditions["pooled"], pooled[0])
 
@@ -227,7 +227,7 @@ def test_captions_are_dropped_as_often_as_asked(root: Path) -> None:
     prepared = prepare(run_config(root))
     [batches] = batches_of(prepared, ranks=1, accumulation=6, caption_dropout=0.5)
     store = prepared.data.train.store
-    empty = store.conditions(store.captions.index(""))["text"]
+    empty = store.load_conditions(store.captions.index(""))["text"]
     dropped = [
         torch.equal(text, empty)
         for epoch in range(40)
@@ -269,7 +269,7 @@ def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     assert len(rows[0]) == len(rows[1])
     assert sum(batch.target_count for part in rows for batch in part) == 4 * len(held_out)
     first = rows[0][0].groups[0]
-    assert first.times.tolist() == [0.125, 0.375, 0.625]
+    assert first.timesteps.tolist() == [0.125, 0.375, 0.625]
 
 
 def test_min_snr_weighs_easy_times_less() -> None:

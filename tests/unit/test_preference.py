@@ -334,7 +334,7 @@ def test_long_prompts_are_cut_and_answers_never(ground: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "equal": (PAIR | {"rejected": "cat red"}, "record 2: chosen and rejected are equal"),
+    "equal": (PAIR | {"rejected": "cat red"}, "record 2: chosen and rejected are identical"),
     "empty": (PAIR | {"rejected": " "}, "record 2: rejected is empty"),
     "missing": ({"prompt": "red", "chosen": "cat"}, "record 2: rejected is missing"),
     "other prompts": (

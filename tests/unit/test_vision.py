@@ -177,12 +177,12 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
         model, _ = Builder(config, decided, task, ranks, CPU, "fp32").build_model()
         if attention == VARLEN:
             set_varlen(model.get_base_model())
-        loss = task.loss(model, fused_head=decided.fused_head.value)
+        loss = task.build_loss(model, fused_head=decided.fused_head.value)
         task.flat_packs = separate_documents(loss, model, prepared.tokenizer.pad_token_id, CPU)
         assert task._images is not None and isinstance(prepared.data.train, Samples)
         cache = root / "cache"
         task._images = cache_features(task._images, model, prepared.data.train, cache, CPU, print)
-        [batch], _ = task.batches().build_step_batches(0, 0)
+        [batch], _ = task.build_batches().build_step_batches(0, 0)
         assert (batch.cu_seqlens is not None) == (attention == VARLEN) and batch.images
         losses[attention] = float(loss(model, batch, CPU).detach())
     assert losses[VARLEN] == pytest.approx(losses["sdpa"], rel=1e-6)

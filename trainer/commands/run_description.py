@@ -24,7 +24,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         shared = [line for line in by_run[0] if all(line in lines for lines in by_run)]
         named = zip((Path(run.output_dir).name for run in config.runs), by_run, strict=True)
         return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
-    config = config.fit_max_length(prepared.longest)
+    config = config.fit_max_length(prepared.context_length)
     model, lines = find_model_kind(config).describe(config, prepared)
     trained = None
     if config.adapter == "none":

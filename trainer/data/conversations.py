@@ -165,12 +165,12 @@ class _RenderedChat:
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
             if self._is_rendered(text, turn, self._marked.texts) and all(name in self.text for name in calls):
                 if len(calls) > 1 and not self._template.writes_parallel_calls:
-                    problem = f"writes one tool call per turn, but turn {turn + 1} has {len(calls)}"
+                    problem = f"renders one tool call per turn, but turn {turn + 1} has {len(calls)}"
                     raise UserError(f"{self._origin}: the chat template {problem}; write each as a separate turn")
             elif role == "system":
                 self.warnings[DROPPED_SYSTEM] = None
             else:
-                raise UserError(f"{self._origin}: the chat template does not write {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {FIX}")
 
     def _is_rendered(self, text: str, turn: int, marked: Spans) -> bool:
         core = text.strip()
@@ -198,7 +198,7 @@ class _RenderedChat:
             elif blocks:
                 trained = self._find_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
-                raise UserError(f"{self._origin}: the chat template does not write {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {FIX}")
             self.spans += [(start, end, weight) for start, end in trained if start < end]
         self.spans.sort()
 

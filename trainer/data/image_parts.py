@@ -70,10 +70,8 @@ class ImageParts:
             )
         rest = iter(images)
         values = [next(rest) if value is None else value for value in self._values]
-        return tuple(
-            store_image(value, self._folder, f"{origin}, image {number}")
-            for number, value in enumerate(values, start=1)
-        )
+        numbered = enumerate(values, start=1)
+        return tuple(store_image(value, self._folder, f"{origin}, image {number}") for number, value in numbered)
 
 
 def store_image(value: Any, folder: Path | None, origin: str) -> bytes:
@@ -165,7 +163,7 @@ def build_thumbnail(stored: bytes) -> str:
 def reject_high_depth(image: Any, name: str) -> None:
     """Raise UserError if the image has more than 8 bits per channel."""
     if image.mode[0] in HIGH_DEPTH_MODES:
-        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save the image with 8 bits")
+        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits")
 
 
 def is_animated(data: bytes) -> bool:

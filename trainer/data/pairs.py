@@ -9,8 +9,8 @@ from trainer.config import UserError
 from trainer.config.errors import to_text
 from trainer.data.formats import RecordFormat, describe_type
 from trainer.data.records import (
-    Conversation,
     PlainText,
+    SingleExample,
     TrackedFields,
     build_alpaca_prompt,
     prepend_system,
@@ -30,8 +30,8 @@ DESIRABLE, UNDESIRABLE = 1.0, 0.5
 class Pair:
     """A chosen and a rejected answer, each with their common prompt; only the answers are trained on."""
 
-    chosen: Conversation | PlainText
-    rejected: Conversation | PlainText
+    chosen: SingleExample
+    rejected: SingleExample
     margin: float = 0.0
     """Amount by which a reward model should score the chosen answer higher; 0 if the record has none."""
     unused_fields: tuple[str, ...] = field(default=(), compare=False)
@@ -56,8 +56,8 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
         _check_prompt(field_prompt, prompt, origin)
         answers = [answer[len(prompt) :] for answer in answers]
     if answers[0] == answers[1]:
-        raise UserError(f"{origin}: chosen and rejected are equal; remove the record")
-    sides: list[Conversation | PlainText] = []
+        raise UserError(f"{origin}: chosen and rejected are identical; remove the record")
+    sides: list[SingleExample] = []
     for name, answer in zip(SIDES, answers, strict=True):
         side_fmt = replace(fmt, names={**fmt.names, "completion": fmt.names[name]})
         sides.append(_join_answer(system_prompt, prompt, answer, fields, side_fmt, origin, chat=is_chat))
@@ -67,7 +67,7 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
 
 @dataclass(frozen=True)
 class LabeledAnswer:
-    answer: Conversation | PlainText
+    answer: SingleExample
     is_desirable: bool
     is_second_answer: bool = False
     """Whether this is the second answer of its record."""
@@ -108,15 +108,8 @@ def read_unpaired(
 
 
 def _join_answer(
-    system_prompt: str | None,
-    prompt: Any,
-    answer: Any,
-    fields: TrackedFields,
-    fmt: RecordFormat,
-    origin: str,
-    *,
-    chat: bool,
-) -> Conversation | PlainText:
+    system: str | None, prompt: Any, answer: Any, fields: TrackedFields, fmt: RecordFormat, origin: str, *, chat: bool
+) -> SingleExample:
     """Join a prompt with its answer from the field `completion`. Raises UserError if the field has no answer."""
     name = fmt.names["completion"]
     turns, last = None, {"content": answer or ""}
@@ -127,7 +120,7 @@ def _join_answer(
         raise UserError(f"{origin}: {name} ends with a {last['role']} turn; add an answer, or remove the record")
     if not last["content"].strip() and not last.get("tool_calls"):
         raise UserError(f"{origin}: {name} is empty; add an answer, or remove the record")
-    return turns or PlainText(prepend_system(read_system(fields, fmt, origin) or system_prompt, prompt), answer)
+    return turns or PlainText(prepend_system(read_system(fields, fmt, origin) or system, prompt), answer)
 
 
 def _read_answer(record: Mapping[str, Any], name: str, origin: str) -> Any:

@@ -50,6 +50,9 @@ class PlainText:
     unused_fields: tuple[str, ...] = field(default=(), compare=False)
 
 
+SingleExample = Conversation | PlainText
+
+
 class TrackedFields(Mapping[str, Any]):
     """A record that tracks which of its fields have been read."""
 
@@ -84,7 +87,7 @@ class TrackedFields(Mapping[str, Any]):
         )
 
 
-def flag_nonempty_answers(example: Conversation | PlainText, train_on: frozenset[str]) -> list[bool]:
+def flag_nonempty_answers(example: SingleExample, train_on: frozenset[str]) -> list[bool]:
     """Return, for each trained answer, whether it is nonempty; a completion without a prompt is not an answer."""
     if isinstance(example, PlainText):
         return [bool(example.completion.strip())] if example.prompt else []
@@ -99,7 +102,7 @@ def flag_nonempty_answers(example: Conversation | PlainText, train_on: frozenset
 
 def read_record(
     record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None = None
-) -> Conversation | PlainText:
+) -> SingleExample:
     """Convert a record into a conversation, or into a prompt with its completion, and list its unused fields.
 
     Raises UserError, prefixed with `origin`, for a bad record. `system_prompt` is used for text prompts that have none;
@@ -127,7 +130,7 @@ def find_prompt_format(fmt: RecordFormat, first: Mapping[str, Any]) -> str | Non
 
 def _read_example(
     record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None
-) -> Conversation | PlainText:
+) -> SingleExample:
     for name in REQUIRED[fmt.name]:
         if record.get(fmt.names[name]) is None:
             others = join_names(key for key, value in record.items() if value is not None)
@@ -245,9 +248,7 @@ def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: st
     return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
 
 
-def _read_alpaca(
-    record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None
-) -> Conversation | PlainText:
+def _read_alpaca(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None) -> SingleExample:
     prompt, output = build_alpaca_prompt(record, fmt, origin), _read_text(record, fmt.names["output"], origin)
     if not fmt.alpaca_as_chat:
         return PlainText(prepend_system(read_system(record, fmt, origin) or system_prompt, prompt), output)

@@ -34,13 +34,13 @@ def read_template(configured: str) -> str:
     if "{" in configured:
         return configured
     if not configured.strip():
-        raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
+        raise UserError("dataset.chat_template: empty; write a template or the path to a file, or remove the setting")
     try:
         if (text := read_text(Path(configured).expanduser())).strip():
             return text
         problem = "the file is empty; write a template into it, or remove the setting"
     except FileNotFoundError:
-        problem = "neither a template nor an existing file; write a template, or the path of a file"
+        problem = "not a template, and no such file; write a template, or the path to a file"
     except UnreadableFileError as error:
         problem = f"{error.problem}; {error.fix}"
     raise UserError(f"dataset.chat_template={configured}: {problem}")

@@ -105,7 +105,7 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
     except (gzip.BadGzipFile, zlib.error) as error:
         problem = f"is damaged after line {number} ({error}); copy it again"
         if not number:
-            problem = f"has the suffix .gz but another format ({error}); rename it to match its format"
+            problem = f"has the suffix .gz, but is not gzip-compressed ({error}); rename it"
     except OSError as error:
         problem = f"cannot be read ({error.strerror}); fix its permissions, or copy it"
     else:

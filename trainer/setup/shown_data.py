@@ -104,7 +104,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     chosen: Iterable[int] = range(min(examples, len(samples)))
     if step:
         epoch, first, size = _find_step(config, len(samples), step, ranks)
-        order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
+        order = draw_order(samples, epoch, group_size=size, seed=config.seed, shuffle=config.dataset.shuffle)
         chosen = order[first : first + size].tolist()
     for index in chosen:
         entry = samples[index]
