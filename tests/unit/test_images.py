@@ -113,7 +113,10 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
             "lora.modules_to_save=[conv_in]: diffusers only loads LoRA; list these layers",
         ),
         ("image.time_shift=3", "image.time_shift=3: only for flow matching"),
-        ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
+        (
+            "training.gradient_checkpointing=selective",
+            "training.gradient_checkpointing=selective: not supported for image models",
+        ),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),
         ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: no such file or folder"),
         ("task=language", "contains an image model; set task: auto"),

@@ -134,7 +134,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
         ("adapter=none", "adapter: none, all weights are trained"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above the usual rates of AdamW"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
-        ("training.global_batch_size=18", "warning: 2 optimizer steps in total, the first of them at"),
+        ("training.global_batch_size=18", "warning: 2 optimizer steps in total, the first one with"),
         ("lora.init=pissa", "adapter: r=4 on an unquantized base"),
     ],
 )

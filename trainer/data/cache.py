@@ -66,9 +66,8 @@ def prepare_data(
             f"dataset.max_length={section.max_length}: the model only has positions for {model_max_length} tokens; "
             f"use {model_max_length} or less"
         )
-    train: Sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(section.mix)] or [
-        ("dataset", section)
-    ]
+    train: Sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(section.mix)]
+    train = train or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
     encoder = DocumentEncoder(tokenizer, section, images)
     streamed = train if section.streaming else []
@@ -166,10 +165,8 @@ def _build_cache(
 def _load_cache(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
     """Return a cache folder's training samples, held-out samples and statistics; the documents are memory-mapped."""
     stats = _STATS.validate_json((folder / "stats.json").read_bytes())
-    files = sorted(folder.glob("source-*.arrow"))
-    documents = pyarrow.concat_tables(
-        pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all() for file in files
-    )
+    maps = [pyarrow.memory_map(str(file)) for file in sorted(folder.glob("source-*.arrow"))]
+    documents = pyarrow.concat_tables(pyarrow.ipc.open_stream(each).read_all() for each in maps)
     _check_images(documents)
     samples: list[Samples | None] = []
     with np.load(folder / "index.npz") as index:

@@ -90,7 +90,7 @@ class DocumentEncoder:
         self.system_prompt = section.system_prompt
         self.skips_bad_records = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._first = detect_leading_token(tokenizer)
+        self._bos_id = detect_leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def detect_format(
@@ -258,13 +258,13 @@ class DocumentEncoder:
         labeled = [example for example in examples if isinstance(example, LabeledAnswer)]
         if labeled:
             answers = self.encode_examples([each.answer for each in labeled], origins)
-            return join_labeled_answers(answers, [each.is_desirable for each in labeled], self.max_length, self._first)
+            return join_labeled_answers(answers, [each.is_desirable for each in labeled], self.max_length, self._bos_id)
         pairs = [example for example in examples if isinstance(example, Pair)]
         if pairs:
             sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
             answers = self.encode_examples(sides, [origin for origin in origins for _ in range(2)])
             answer_pairs = zip(answers[::2], answers[1::2], strict=True)
-            return [join_pair(chosen, rejected, self.max_length, self._first) for chosen, rejected in answer_pairs]
+            return [join_pair(chosen, rejected, self.max_length, self._bos_id) for chosen, rejected in answer_pairs]
         encoded: dict[int, EncodedDocument] = {}
         chats = {at: example for at, example in enumerate(examples) if isinstance(example, Conversation)}
         texts = {at: example for at, example in enumerate(examples) if isinstance(example, PlainText)}

@@ -175,17 +175,17 @@ def _check_prompt(field_prompt: Any, common: Any, origin: str) -> None:
 
 
 def join_pair(
-    chosen: EncodedDocument, rejected: EncodedDocument, max_length: int, first: int | None
+    chosen: EncodedDocument, rejected: EncodedDocument, max_length: int, bos_token_id: int | None
 ) -> EncodedDocument:
     """Join both documents of a pair into one row of at most `max_length` tokens, if possible.
 
     Excess tokens are cut from the beginning of the prompt, equally in both documents, except for the beginning-of-text
-    token `first`. Answers, and prompts with images, are never cut.
+    token `bos_token_id`. Answers, and prompts with images, are never cut.
     """
     excess = len(chosen.input_ids) + len(rejected.input_ids) - max_length
     warnings, is_cut = tuple(dict.fromkeys([*chosen.warnings, *rejected.warnings])), False
     if excess > 0 and not chosen.images:
-        shortened = [_cut_prompt(document, -(-excess // 2), first) for document in (chosen, rejected)]
+        shortened = [_cut_prompt(document, -(-excess // 2), bos_token_id) for document in (chosen, rejected)]
         if is_cut := None not in shortened:
             chosen, rejected = filter(None, shortened)
     return EncodedDocument(
@@ -198,17 +198,17 @@ def join_pair(
     )
 
 
-def _cut_prompt(document: EncodedDocument, count: int, first: int | None) -> EncodedDocument | None:
+def _cut_prompt(document: EncodedDocument, count: int, bos_token_id: int | None) -> EncodedDocument | None:
     """Return the document without the first `count` tokens of its prompt, or None if no prompt would remain."""
     ids, weights = document.input_ids, document.loss_weights
-    start = 1 if first is not None and ids[:1] == [first] else 0
+    start = 1 if bos_token_id is not None and ids[:1] == [bos_token_id] else 0
     if next((at for at, weight in enumerate(weights) if weight), 0) <= start + count:
         return None
     return EncodedDocument([*ids[:start], *ids[start + count :]], [*weights[:start], *weights[start + count :]])
 
 
 def join_labeled_answers(
-    answers: Sequence[EncodedDocument], labels: Sequence[bool], max_length: int, first: int | None
+    answers: Sequence[EncodedDocument], labels: Sequence[bool], max_length: int, bos_token_id: int | None
 ) -> list[EncodedDocument]:
     """Return rows of two documents: a prompt with its answer, and the same prompt with the previous row's answer.
 
@@ -225,5 +225,5 @@ def join_labeled_answers(
             [*answer.input_ids[:start], *other.input_ids[other_start:]],
             [0.0] * start + [float(each > 0) for each in other.loss_weights[other_start:]],
         )
-        rows.append(join_pair(labeled, mismatched, max_length, first))
+        rows.append(join_pair(labeled, mismatched, max_length, bos_token_id))
     return rows

@@ -68,10 +68,7 @@ def _remove_padding(value: Any) -> Any:
 
 
 LFS_POINTER = "is a Git LFS pointer, not the data; fetch the data with git lfs pull"
-_NO_DATA = {
-    b"version https://git-lfs": LFS_POINTER,
-    b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz",
-}
+_NO_DATA = {b"version https://git-lfs": LFS_POINTER, b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz"}
 
 
 def is_lfs_pointer(file: Path) -> bool:

@@ -210,10 +210,9 @@ class LanguageTask(Task):
             tasks = TaskScores(settings, self._prepared.tokenizer, size, self._ranks)
             scores = tasks.measure(engine.module, engine.device, sync_ranks=needs_synced_passes(engine))
         if settings.metrics:
-            assert self._prepared.data.evaluation is not None
-            self._answers = self._answers or AnswerMetrics(
-                settings, self._prepared.data.evaluation, self._prepared.tokenizer
-            )
+            held_out, tokenizer = self._prepared.data.evaluation, self._prepared.tokenizer
+            assert held_out is not None
+            self._answers = self._answers or AnswerMetrics(settings, held_out, tokenizer)
             answers = self._answers.measure(engine, size, self._ranks)
         engine.train()
         return replace(scores, values=scores.values | answers)

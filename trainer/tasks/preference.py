@@ -169,13 +169,12 @@ class PreferenceLoss(TokenLoss):
             return self.measure_by_token(model, batch, device)[LOSS]
 
     def _sum_answers(
-        self, token_losses: torch.Tensor, batch: PairBatch, *, excess_weight: float | None = None
+        self, losses: torch.Tensor, batch: PairBatch, *, excess_weight: float | None = None
     ) -> torch.Tensor:
         """Return each answer's negated loss sum [P, 2]; `excess_weight` defaults to length_weight."""
         excess_weight = self._settings.length_weight if excess_weight is None else excess_weight
-        weights = _weigh_tokens(batch.document_targets, excess_weight)[_slice_local_targets(batch, token_losses)]
-        weights = to_device(weights, token_losses.device)
-        return _sum_documents(-token_losses * weights, batch).view(-1, 2)
+        weights = _weigh_tokens(batch.document_targets, excess_weight)[_slice_local_targets(batch, losses)]
+        return _sum_documents(-losses * to_device(weights, losses.device), batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; a collective call."""

@@ -24,7 +24,6 @@ class RewardLoss(TokenLoss):
     """Computes the Bradley-Terry loss on the scores at the answers' last tokens, summed over pairs."""
 
     results_key = "pairs"
-    """Plural noun for the columns of `measure_pairs`, used as a key in eval results."""
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         super().__init__(module, **options)

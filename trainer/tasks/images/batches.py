@@ -160,9 +160,8 @@ def iterate_evaluation_images(
         parts = [range(first, min(first + batch_size, count)) for first in firsts]
         entries = [[samples[at // EVALUATION_TIMES] for at in part] for part in parts]
         group_count = max(len({(entry.width, entry.height) for entry in part}) for part in entries)
-        rows = [_build_evaluation_row(samples, at, 1.0) for at in parts[rank]] or [
-            _build_evaluation_row(samples, 0, 0.0)
-        ]
+        rows = [_build_evaluation_row(samples, at, 1.0) for at in parts[rank]]
+        rows = rows or [_build_evaluation_row(samples, 0, 0.0)]
         yield collate_images(rows, len(parts[rank]), group_count)
 
 

@@ -48,9 +48,7 @@ class ImageStats:
         sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.most_common(6))
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} class images" if self.priors else ""
-        images, captions = (
-            format_count(count, what) for count, what in ((self.records, "image"), (self.captions, "caption"))
-        )
+        images, captions = format_count(self.records, "image"), format_count(self.captions, "caption")
         return [*self.notes, f"train: {images}{held_out}{priors}, {captions}; {sizes}"]
 
 

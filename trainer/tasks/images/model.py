@@ -130,9 +130,8 @@ def load_image_model(
     model.requires_grad_(False)
     random = pipeline.folder is None
     files: Any = RandomTensors(pipeline.base_model, model, device) if random else _open_files(pipeline, section)
-    Filler(model, files, _map_stored_tensors(model, files, pipeline), dtype, device, quantization).fill(
-        deepspeed_config, shards
-    )
+    stored = _map_stored_tensors(model, files, pipeline)
+    Filler(model, files, stored, dtype, device, quantization).fill(deepspeed_config, shards)
     vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.is_8bit
     return model
 
