@@ -98,7 +98,7 @@ def train_steps(
     )  # fmt: skip
     epoch = offset = 0
     for _ in range(training.max_steps):
-        indices = batches.order(epoch)[offset : offset + batches.global_batch_size].tolist()
+        indices = batches.get_order(epoch)[offset : offset + batches.global_batch_size].tolist()
         yield [prepared.data.train[index] for index in indices]
         torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
         optimizer.step()

@@ -164,7 +164,7 @@ class Run:
         finally:
             timer.cancel()
         self.say.show(summary)
-        for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.lines()):
+        for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.format_lines()):
             (self.say.show if str(line).startswith("train: ") else self.say)(line)
         return model
 

@@ -191,13 +191,13 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
         "other seed": ({"seed": 1}, 0),
         "unshuffled": ({"shuffle": False}, 5),
     }
-    orders = {name: batches(samples, **settings).order(epoch).tolist() for name, (settings, epoch) in asked.items()}
+    orders = {name: batches(samples, **settings).get_order(epoch).tolist() for name, (settings, epoch) in asked.items()}
     assert orders["first"] == orders["again"]
     assert orders["unshuffled"] == list(range(39))
     assert len({tuple(order) for order in orders.values()}) == 4
     one = batches(samples)
-    one.order(1)
-    assert one.order(0).tolist() == orders["first"]  # going back, as a resumed run may
+    one.get_order(1)
+    assert one.get_order(0).tolist() == orders["first"]  # going back, as a resumed run may
 
 
 def test_packs_are_joined_from_their_documents() -> None:

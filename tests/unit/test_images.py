@@ -195,7 +195,7 @@ def test_inspect_shows_pictures_and_those_of_a_step(root: Path, capsys: pytest.C
     [batches] = batches_of(prepared, ranks=1, accumulation=4)
     assert main([str(root / "run.yaml"), "--step", "2", "--ranks", "2", "seed=3"]) == 0
     shown = [Path(line.partition(":")[0]).name for line in capsys.readouterr().out.splitlines()]
-    assert shown == [Path(prepared.data.train[index].name).name for index in batches.order(0)[4:8].tolist()]
+    assert shown == [Path(prepared.data.train[index].name).name for index in batches.get_order(0)[4:8].tolist()]
 
 
 def batches_of(prepared: Any, *, ranks: int, accumulation: int, **changes: Any) -> list[ImageBatches]:

@@ -41,4 +41,4 @@ def test_a_document_of_millions_of_characters_takes_linear_time_and_memory(tmp_p
 def test_what_is_cut_is_reported(length: int, tmp_path: Path) -> None:
     data, _ = prepared(tmp_path, 300_000, length)
     assert data.stats.truncated == 1 and data.stats.tokens == length
-    assert any("are truncated to fit dataset.max_length=65536" in warning for warning in data.stats.warnings())
+    assert any("are truncated to fit dataset.max_length=65536" in warning for warning in data.stats.list_warnings())

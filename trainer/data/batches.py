@@ -185,7 +185,7 @@ class Batches(GlobalBatches):
         The last step in an epoch has only the remaining samples. A micro-step with no sample for this rank has one row
         without targets, so that every rank runs the same number of micro-steps.
         """
-        selected = self.order(epoch)[offset : offset + self.global_batch_size]
+        selected = self.get_order(epoch)[offset : offset + self.global_batch_size]
         if self._lengths is None:
             micro_batches = [selected[part] for part in self.list_rank_slices()]
         else:
@@ -194,7 +194,7 @@ class Batches(GlobalBatches):
         rows = [[self.samples[index] for index in indices.tolist()] for indices in micro_batches]
         return [collate_samples(part, **self._collate_options) for part in rows], len(selected)
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
+    def get_order(self, epoch: int) -> NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
             count = len(self.samples)
             generator = np.random.default_rng([self.seed, epoch])

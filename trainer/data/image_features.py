@@ -35,7 +35,7 @@ class TowerOutput:
         state = output.last_hidden_state if pooled is None else None
         return cls(pooled, getattr(output, "deepstack_features", None), state)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def list_tensors(self) -> dict[str, torch.Tensor]:
         return {name: each for key, value in vars(self).items() for name, each in _flatten(key, value)}
 
     def map_tensors(self, function: Callable[[Any], Any]) -> "TowerOutput":
@@ -53,7 +53,7 @@ class FeatureFiles:
 
     def write(self, path: Path, output: TowerOutput, grid: torch.Tensor | None) -> None:
         """Write the vision tower's output for one image. Raises UserError if the file cannot be written."""
-        tensors = output.tensors() | ({} if grid is None else {GRID: grid})
+        tensors = output.list_tensors() | ({} if grid is None else {GRID: grid})
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,7 @@ def cache_features(
         return TowerOutput.from_model(output), arguments.get(GRID)
 
     [[noise]] = inputs.reader.build_dummy().images
-    state = next(iter(compute(noise)[0].tensors().values()))
+    state = next(iter(compute(noise)[0].list_tensors().values()))
     digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.settings_digest.encode())
     files = FeatureFiles(folder / "features" / gather_objects(digest)[0])
     hosts = gather_objects(get_host_name())

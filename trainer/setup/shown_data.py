@@ -59,7 +59,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
         stats = _compute_stats(samples, data.stats)
     for number, sample in enumerate(samples[:examples], start=1):
         console.print(_build_panel(sample, tokenizer, number, colors=console.color_system is not None))
-    for line in data.stats.lines():
+    for line in data.stats.format_lines():
         style = "bold yellow" if line.startswith("warning: ") else ""
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
@@ -74,7 +74,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
     epoch, first, size = _find_step(config, len(data.train), step, ranks)
     seed, shuffle = config.seed, config.dataset.shuffle
     batches = Batches(data.train, batch_size=size, accumulation=1, rank=0, world_size=1, seed=seed, shuffle=shuffle)
-    for index in batches.order(epoch)[first : first + size].tolist():
+    for index in batches.get_order(epoch)[first : first + size].tolist():
         for number, document in enumerate(split_documents(data.train[index])):
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             label = f"sample {index}" + (f", document {number + 1}" if number else "")
@@ -115,7 +115,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
             f"{samples.store.captions[entry.caption]!r}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    for line in [] if step else data.stats.lines():
+    for line in [] if step else data.stats.format_lines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

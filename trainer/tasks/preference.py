@@ -48,8 +48,7 @@ TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and, if each step computes the
 reference from the head's input, its divergence from the reference in bits."""
 PAIRS, LABELED = "pairs of a chosen and a rejected answer", "answers labeled true or false (dataset.fields.label)"
-ScoredPairs = tuple[PairScores, torch.Tensor]
-"""The log-probabilities of a batch's pairs, and their losses [P]."""
+ScoredPairs = tuple[PairScores, torch.Tensor]  # the log-probabilities of a batch's pairs, and their losses [P]
 MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""
 
@@ -109,9 +108,8 @@ class PreferenceLoss(TokenLoss):
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> ScoredPairs:
         """Compute and score the batch's pairs, and record metrics."""
-        with_reference = self.has_reference and batch.reference is None
-        measures = self.measure_tokens(model, batch, device, with_reference=with_reference)
-        return self.score_measures(*measures, batch)
+        needs_reference = self.has_reference and batch.reference is None
+        return self.score_measures(*self.measure_tokens(model, batch, device, with_reference=needs_reference), batch)
 
     def measure_tokens(
         self, model: Any, batch: MicroBatch, device: torch.device, *, with_reference: bool

@@ -92,7 +92,7 @@ class ImageBatches(GlobalBatches):
 
     def build_step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
         """Return this rank's micro-batches for the step starting at `offset`, and its image count across all ranks."""
-        selected = self.order(epoch)[offset : offset + self.global_batch_size]
+        selected = self.get_order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
         for part in self.list_rank_slices():
@@ -111,7 +111,7 @@ class ImageBatches(GlobalBatches):
             counts.append(len({(entry.width, entry.height) for entry in entries}))
         return max(counts)
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
+    def get_order(self, epoch: int) -> NDArray[np.int64]:
         size = self.global_batch_size
         if self._order is None or self._order[:2] != (epoch, size):
             order = draw_order(self.samples, epoch, group_size=size, seed=self._seed, shuffle=self._shuffle)
