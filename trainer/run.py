@@ -216,7 +216,7 @@ class Run:
             reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.has_checkpoints else None,
-            count_units=self.task.count_units,
+            batch_units=self.task.batch_units,
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:

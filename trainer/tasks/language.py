@@ -54,7 +54,7 @@ class LanguageTask(Task):
     """Language models; a sample is plain text, a conversation, or a pack of these."""
 
     title = "a language model"
-    count_units = ("tokens", "target_tokens")
+    batch_units = ("tokens", "target_tokens")
     pairs = False
     """Whether a document is a pair of answers."""
     peft_type = "CAUSAL_LM"

@@ -16,7 +16,7 @@ from trainer.tasks.lm_eval_scores import Scores
 class Batch(Protocol):
     @property
     def tokens(self) -> int:
-        """Size of the batch in the first unit of `Task.count_units`: tokens or images."""
+        """Size of the batch in the first unit of `Task.batch_units`: tokens or images."""
 
     @property
     def target_count(self) -> int:
@@ -53,7 +53,7 @@ class StepLoss(Protocol):
 class Task(Protocol):
     title: ClassVar[str]
     """Name in messages, such as "a language model"."""
-    count_units: ClassVar[tuple[str, ...]]
+    batch_units: ClassVar[tuple[str, ...]]
     """Units in which batches are counted: all tokens or images, and the targets if they differ."""
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""

@@ -34,7 +34,7 @@ class ImageTask(Task):
     """Diffusers pipelines. A sample is an image with its caption."""
 
     title = "an image model"
-    count_units = ("images",)
+    batch_units = ("images",)
     peft_type = None
     formats = ("peft", "kohya", "hf")
     unsupported: ClassVar[Mapping[str, str]] = {
