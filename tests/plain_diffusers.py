@@ -127,7 +127,7 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
 def _on(device: torch.device, group: SizeGroup) -> SizeGroup:
     """In 32 bits: on a GPU the text encoders compute in 16."""
     conditions = {name: value.to(device, torch.float32) for name, value in group.conditions.items()}
-    moved = {name: getattr(group, name).to(device) for name in ("latents", "noise", "times", "weights")}
+    moved = {name: getattr(group, name).to(device) for name in ("latents", "noise", "timesteps", "weights")}
     return replace(group, conditions=conditions, **moved)
 
 

@@ -217,7 +217,7 @@ def test_two_ranks_draw_what_one_draws(root: Path) -> None:
     assert taken == 4
     apart = [parts[rank][step] for step in range(2) for rank in range(2)]
     for one, other in zip(whole, apart, strict=True):
-        for name in ("latents", "noise", "times"):
+        for name in ("latents", "noise", "timesteps"):
             assert torch.equal(getattr(one.groups[0], name), getattr(other.groups[0], name))
     again, _ = alone.build_step_batches(2, 0)
     assert not torch.equal(again[0].groups[0].noise, whole[0].groups[0].noise), "every epoch draws again"
