@@ -45,7 +45,7 @@ def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -
     losses: list[float] = []
     epoch = offset = 0
     for _ in range(training.max_steps):
-        parts, taken = batches.step_batches(epoch, offset)
+        parts, taken = batches.build_step_batches(epoch, offset)
         total = 0.0
         for part in parts:
             for group in (_on(device, each) for each in part.groups):
@@ -127,7 +127,7 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
 def _on(device: torch.device, group: SizeGroup) -> SizeGroup:
     """In 32 bits: on a GPU the text encoders compute in 16."""
     conditions = {name: value.to(device, torch.float32) for name, value in group.conditions.items()}
-    moved = {name: getattr(group, name).to(device) for name in ("latents", "noise", "times", "weights")}
+    moved = {name: getattr(group, name).to(device) for name in ("latents", "noise", "timesteps", "weights")}
     return replace(group, conditions=conditions, **moved)
 
 
@@ -137,7 +137,7 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
 
     latents, noise = group.latents, group.noise
     steps = scheduler.config.num_train_timesteps
-    index = (group.times * steps).long()
+    index = (group.timesteps * steps).long()
     if family in ("sd", "sdxl"):
         noisy = scheduler.add_noise(latents, noise, index)
         added = {"text_embeds": given["pooled"], "time_ids": given["sizes"]} if family == "sdxl" else None

@@ -98,7 +98,7 @@ def train_steps(
     )  # fmt: skip
     epoch = offset = 0
     for _ in range(training.max_steps):
-        indices = batches.order(epoch)[offset : offset + batches.global_batch_size].tolist()
+        indices = batches.get_order(epoch)[offset : offset + batches.global_batch_size].tolist()
         yield [prepared.data.train[index] for index in indices]
         torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
         optimizer.step()
@@ -176,7 +176,7 @@ def _step(
 ) -> float:
     """Forward and backward over a global batch, some rows at a time; the weighted mean over its targets."""
     parts = [documents[begin : begin + rows] for begin in range(0, len(documents), rows)]
-    weight = sum(sum(document.trained[1:]) for document in documents)
+    weight = sum(sum(document.loss_weights[1:]) for document in documents)
     total = 0.0
     for part in parts:
         batch = collate_samples(part, pad_token_id, packed=False, flat=False)
@@ -187,7 +187,9 @@ def _step(
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits
         weights = torch.zeros(ids.shape)
         for row, document in enumerate(part):
-            weights[row, : len(document.trained) - 1] = torch.tensor(document.trained[1:], dtype=torch.float32)
+            weights[row, : len(document.loss_weights) - 1] = torch.tensor(
+                document.loss_weights[1:], dtype=torch.float32
+            )
         counted = (wanted != IGNORED).flatten()
         losses = token_losses(logits.float().flatten(0, 1)[counted], wanted.flatten()[counted])
         loss = (losses * weights.flatten().to(device)[counted]).sum()

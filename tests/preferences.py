@@ -122,7 +122,7 @@ def log_p(model: Any, document: Sample) -> tuple[torch.Tensor, int]:
 def answer_logits(model: Any, document: Sample) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [K, V] and ids [K] of the trained tokens of one document."""
     ids = torch.tensor([document.input_ids])
-    trained = torch.tensor(document.trained[1:]) > 0
+    trained = torch.tensor(document.loss_weights[1:]) > 0
     return model(input_ids=ids, use_cache=False).logits[0, :-1][trained].float(), ids[0, 1:][trained]
 
 

@@ -16,7 +16,7 @@ from tests.multimodal import DELTA, MROPE, MULTIMODAL, QWEN_VISION, TEXT, VISION
 from tests.plain_peft import train_steps, with_adapter
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig
-from trainer.data.image_parts import decode_image, read_stored
+from trainer.data.image_parts import decode_image, read_stored_image
 from trainer.data.samples import Sample, split_documents
 from trainer.model.base import load_base_model
 from trainer.parallel.ranks.group import set_seed
@@ -332,13 +332,13 @@ def plain_vision_losses(config: RunConfig, *, ranks: int = 1) -> list[float]:
     groups = [{"params": [each for each in model.parameters() if each.requires_grad]}]
     for samples in train_steps(groups, config, prepared, ranks=ranks):
         documents = [document for sample in samples for document in split_documents(sample)]
-        count = sum(sum(document.trained[1:]) for document in documents)
+        count = sum(sum(document.loss_weights[1:]) for document in documents)
         total = 0.0
         for document in documents:
             inputs = processed(prepared, document)
             assert inputs["input_ids"].tolist() == [document.input_ids]
             logits = model(**inputs, use_cache=False).logits[0, :-1].float()
-            trained = torch.tensor(document.trained[1:], dtype=torch.bool)
+            trained = torch.tensor(document.loss_weights[1:], dtype=torch.bool)
             loss = torch.nn.functional.cross_entropy(
                 logits[trained], inputs["input_ids"][0, 1:][trained], reduction="sum"
             )
@@ -353,7 +353,7 @@ def processed(prepared: Any, document: Sample) -> Any:
     text = prepared.tokenizer.decode(document.input_ids, skip_special_tokens=False)
     family = PROCESSORS[family_name(prepared.model_config)]
     text = re.sub(family.written, family.image, text)
-    images = [decode_image(read_stored(each)[0], "") for part in document.images for each in part]
+    images = [decode_image(read_stored_image(each)[0], "") for part in document.images for each in part]
     assert prepared.images is not None
     inputs = prepared.images._processor(
         text=[text], images=images or None, return_tensors="pt", add_special_tokens=False

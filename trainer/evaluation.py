@@ -43,10 +43,10 @@ class Evaluation:
             if self.has_data:
                 values["eval/loss"], further = self.measure_loss()
                 values |= further
-            scores = self._task.scores(self._engine)
+            scores = self._task.compute_scores(self._engine)
             values |= {f"eval/{name}": value for name, value in scores.values.items()}
             if first and scores.values:
-                base = self._task.scores(self._engine, base=True)
+                base = self._task.compute_scores(self._engine, base=True)
                 values |= {f"base/{name}": value for name, value in base.values.items()}
         if scores.values:
             self._say("scores  " + "  ".join(f"{escape(name)} {value:.4f}" for name, value in scores.values.items()))
@@ -66,11 +66,11 @@ class Evaluation:
                 "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
                 "samples, or use training.precision: bf16 instead of fp16"
             )
-        return loss, self._loss.values(training=False) or self._task.loss_metrics(loss)
+        return loss, self._loss.values(training=False) or self._task.compute_loss_metrics(loss)
 
     def compute_held_out_loss(self) -> float:
         """Return the held-out loss in nats per target token; a collective call."""
-        return self.compute_mean_loss(self._task.evaluation())
+        return self.compute_mean_loss(self._task.build_evaluation_batches())
 
     def compute_mean_loss(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over `batches` in nats per target token; a collective call."""
@@ -79,4 +79,4 @@ class Evaluation:
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; a collective call."""
         with use_averaged_weights(self._engine):
-            self._task.sample(self._engine, when, step, folder)
+            self._task.generate_samples(self._engine, when, step, folder)

@@ -42,15 +42,15 @@ class Loop:
         reporter: Metrics | None,
         evaluate: Callable[[], tuple[float, dict[str, float]]] | None,
         checkpoints: CheckpointManager | None,
-        units: Sequence[str],
+        batch_units: Sequence[str],
     ) -> None:
         """Prepare the loop; `evaluate` returns the metric to compare (lower is better) and all metrics.
 
-        `units` is `Task.counted`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
+        `batch_units` is `Task.batch_units`. Only rank 0 has a `reporter`; without `checkpoints` nothing is saved.
         """
         self._context, self._hooks, self._training, self._total_steps = context, hooks, training, total_steps
         self._stop_request, self._reporter, self._evaluate = stop, reporter, evaluate
-        self._checkpoints, self._units = checkpoints, units
+        self._checkpoints, self._batch_units = checkpoints, batch_units
         self.position = position
         self._saved_step = position.step
         self._save_requested, self._saved_time, self._save_s = False, time.monotonic(), 0.0
@@ -164,7 +164,7 @@ class Loop:
         """Return this rank's micro-batches for the next step, and the number of samples used across all ranks."""
         context, position = self._context, self.position
         with phase("data"), context.time_own_work(on_device=False):
-            batches, consumed = context.batches.step_batches(position.epoch, position.offset)
+            batches, consumed = context.batches.build_step_batches(position.epoch, position.offset)
         for hook in self._hooks:
             hook.with_batches(position.step + 1, batches)
         return batches, consumed
@@ -231,7 +231,7 @@ class Loop:
         )
 
     def _report(self, step: int, result: StepResult, metrics: dict[str, float], seconds: float) -> None:
-        context, position, units = self._context, self.position, self._units
+        context, position, units = self._context, self.position, self._batch_units
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
         # All ranks must call the hooks, since some of them sum over ranks.

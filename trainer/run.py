@@ -81,7 +81,7 @@ class Run:
 
         Unless `verbose` is set, the console shows only the most important lines before the first step.
         """
-        self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.longest), loaded.notes, lock
+        self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.context_length), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
         self.restored_scu = self.steering = None
@@ -164,7 +164,7 @@ class Run:
         finally:
             timer.cancel()
         self.say.show(summary)
-        for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.lines()):
+        for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.format_lines()):
             (self.say.show if str(line).startswith("train: ") else self.say)(line)
         return model
 
@@ -177,7 +177,7 @@ class Run:
     @phase("restore")
     def _restore(self, engine: Engine) -> Position:
         """Create the batches and the schedule, restore them if there is a checkpoint, and return the position."""
-        self.batches = self.task.batches()
+        self.batches = self.task.build_batches()
         self.schedule = self.builder.build_schedule(engine, self.total_steps)
         position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
         return position
@@ -191,7 +191,7 @@ class Run:
             flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
-        batches, _ = self.batches.step_batches(position.epoch, position.offset)
+        batches, _ = self.batches.build_step_batches(position.epoch, position.offset)
         bits = self.evaluation.compute_mean_loss(batches) / math.log(2)
         warnings += list_target_warnings(steering, bits, self.schedule, self.config, self.total_steps, position.step)
         for warning in warnings:
@@ -215,7 +215,7 @@ class Run:
             reporter=self.folder.metrics,
             evaluate=self.evaluation.measure if self.evaluation.is_defined else None,
             checkpoints=self.checkpoints if self.has_checkpoints else None,
-            units=self.task.counted,
+            batch_units=self.task.batch_units,
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:

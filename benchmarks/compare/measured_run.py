@@ -210,7 +210,7 @@ def _texts(config: RunConfig, tokenizer: Any, path: str | None) -> list[Sample]:
 
 def _target_counts(documents: list[Sample]) -> list[int]:
     # The first token cannot be predicted.
-    return [sum(weight > 0 for weight in document.trained[1:]) for document in documents]
+    return [sum(weight > 0 for weight in document.loss_weights[1:]) for document in documents]
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ class Folder(RunFolder):
 
 def manager_of(run_dir: Path) -> CheckpointManager:
     """A run with one checkpoint at a time, and without data."""
-    task: Any = SimpleNamespace(companion_files=lambda: lambda folder: None)
+    task: Any = SimpleNamespace(prepare_companion_files=lambda: lambda folder: None)
     say, ranks = Output(Console(), is_main=True, verbose=True), Ranks(0, 1, 0)
     config = RunConfig(
         base_model="none",

@@ -166,7 +166,7 @@ def held_out_loss(run: Case) -> float:
     assert samples is not None
     total = count = 0.0
     for sample in (samples[index] for index in range(len(samples))):
-        ids, trained = torch.tensor([sample.input_ids]), torch.tensor(sample.trained)[1:]
+        ids, trained = torch.tensor([sample.input_ids]), torch.tensor(sample.loss_weights)[1:]
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")

@@ -208,7 +208,7 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
     section = DatasetSection(
         path=str(root / "train.jsonl"), evaluation=SourceSection(path=str(root / "held_out.jsonl")), max_length=96
     )
-    data = prepare_data(section, tokenizer, seed=42, cache_dir=root / "cache", max_length_of_model=256)
+    data = prepare_data(section, tokenizer, seed=42, cache_dir=root / "cache", model_max_length=256)
     assert data.evaluation is not None
     loss_sum, targets = 0.0, 0
     for batch in iterate_evaluation_batches(

@@ -104,7 +104,7 @@ def test_peft_reads_the_adapter_and_gives_the_final_training_loss(run: tuple[Pat
     assert data is not None
     total = count = 0.0
     for sample in (data[index] for index in range(len(data))):
-        ids, trained = torch.tensor([sample.input_ids]).cuda(), torch.tensor(sample.trained).cuda()[1:]
+        ids, trained = torch.tensor([sample.input_ids]).cuda(), torch.tensor(sample.loss_weights).cuda()[1:]
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")

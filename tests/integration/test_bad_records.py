@@ -60,14 +60,14 @@ def test_a_file_that_is_deleted_ends_the_run_after_a_checkpoint(
     ground: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is missing when its second pass begins, in step 11."""
-    step_batches = StreamBatches.step_batches
+    build_step_batches = StreamBatches.build_step_batches
 
     def step_and_delete(self: StreamBatches, epoch: int, offset: int) -> Any:
-        found = step_batches(self, epoch, offset)
+        found = build_step_batches(self, epoch, offset)
         data.unlink(missing_ok=True)
         return found
 
-    monkeypatch.setattr(StreamBatches, "step_batches", step_and_delete)
+    monkeypatch.setattr(StreamBatches, "build_step_batches", step_and_delete)
     with pytest.raises(UserError, match=r"changing.jsonl: no such file.*after step 10, which is saved"):
         run(ground, data, "deleted", training__max_steps=14, training__save_steps=0)
     assert (ground / "deleted" / "checkpoint-10" / "COMPLETE").is_file()

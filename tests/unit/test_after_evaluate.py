@@ -74,7 +74,7 @@ def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(r
         # As the trainer measures a pack: one row, positions restarting, no mask.
         whole = Sample(
             [token for document in documents for token in document.input_ids],
-            [trained for document in documents for trained in document.trained],
+            [trained for document in documents for trained in document.loss_weights],
             [len(document.input_ids) for document in documents],
         )
         packed = TokenLoss(model)(model, collate_samples([whole], 0, packed=True, flat=False), torch.device("cpu"))
@@ -90,7 +90,7 @@ def test_packs_are_taken_apart_into_the_documents_that_were_packed(tmp_path: Pat
         folder.mkdir()
         run = find_run(make_run(folder, dataset=data | {"packing": packing}))
         documents = held_out_documents(run, load_saved_tokenizer(run), None, None)
-        found.append(sorted((document.input_ids, document.trained) for document in documents))
+        found.append(sorted((document.input_ids, document.loss_weights) for document in documents))
     assert len(found[0]) == 12
     assert found[0] == found[1]
 

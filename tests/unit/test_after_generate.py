@@ -19,7 +19,7 @@ from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load
 from trainer.commands import chat, generate
 from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, show
 from trainer.config import DatasetSection, UserError
-from trainer.data.prompt_files import format_prompt, read_prompts, sample_prompts
+from trainer.data.prompt_files import format_prompt, read_prompts, read_sample_prompts
 from trainer.data.records import PLAIN_TEXT
 from trainer.model.answers import encode_prompt, find_stop_tokens, generate_greedy_answers
 
@@ -272,9 +272,9 @@ def test_a_file_without_a_prompt_is_one_line(
 def test_a_missing_file_of_sample_prompts_is_reported(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("red cat\n")
     texts = ["Summarize notes.md", "", str(tmp_path / "p.txt")]
-    assert list(sample_prompts(texts)) == ["Summarize notes.md", "", "red cat"]
+    assert list(read_sample_prompts(texts)) == ["Summarize notes.md", "", "red cat"]
     with pytest.raises(UserError, match=r"^logging\.sample_prompts=nope\.jsonl: no such file or folder"):
-        list(sample_prompts(["nope.jsonl"]))
+        list(read_sample_prompts(["nope.jsonl"]))
 
 
 def test_odd_prompts_are_answered_and_one_that_is_too_long_alone_is_not(

@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def card_of(run: FinishedRun) -> str:
-    return LanguageTask.card(run.config, run.run_dir, read_records(run), "me/tiny")
+    return LanguageTask.build_model_card(run.config, run.run_dir, read_records(run), "me/tiny")
 
 
 def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine(run_dir: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_code_of_a_local_card_loads_the_adapter(run_dir: Path, monkeypatch: 
     else:
         monkeypatch.chdir(run_dir.parent)
     config = find_run(run_dir).config.model_copy(update={"lora": LoraSection(dora=True)})
-    card = LanguageTask.card(config, run_dir, [], str(run_dir))
+    card = LanguageTask.build_model_card(config, run_dir, [], str(run_dir))
     assert "DoRA" in card and "magnitudes" in card and str(run_dir.parent) not in card
     found: dict[str, Any] = {}
     exec(card.partition("```python\n")[2].partition("```")[0], found)

@@ -21,7 +21,7 @@ from trainer.config import DatasetSection, SourceSection
 from trainer.config.model_sections import ModelSection
 from trainer.data.cache import PreparedData, prepare_data
 from trainer.data.formats import detect_format
-from trainer.data.records import Text, Turns, read_record
+from trainer.data.records import Conversation, PlainText, read_record
 from trainer.data.samples import Samples
 from trainer.model.base import load_tokenizer
 
@@ -70,7 +70,7 @@ def prepared(place: Path, name: str, content: bytes, tokenizer: Any, **settings:
     section = DatasetSection(path=str(file), max_length=4096, **settings)
     try:
         return or_refused(
-            lambda: prepare_data(section, tokenizer, seed=1, cache_dir=place / "cache", max_length_of_model=None)
+            lambda: prepare_data(section, tokenizer, seed=1, cache_dir=place / "cache", model_max_length=None)
         )
     finally:
         assert file.read_bytes() == content and file.stat().st_mtime_ns == before
@@ -89,7 +89,7 @@ def learnt(data: PreparedData, tokenizer: Any) -> list[tuple[str, str]]:
     return [
         (
             decoded(sample.input_ids),
-            decoded([token for token, trained in zip(sample.input_ids, sample.trained, strict=True) if trained]),
+            decoded([token for token, trained in zip(sample.input_ids, sample.loss_weights, strict=True) if trained]),
         )
         for sample in data.train
     ]
@@ -306,20 +306,20 @@ others = st.dictionaries(st.sampled_from(TEXT_FIELDS), text | odd, max_size=3)
 @given(st.tuples(others, complete).map(lambda both: both[0] | both[1]), st.booleans())
 @tries(300)
 def test_every_text_of_a_record_is_used_or_reported(record: dict[str, Any], has_chat_template: bool) -> None:
-    def read() -> Turns | Text:
+    def read() -> Conversation | PlainText:
         fmt = detect_format(SourceSection(), list(record), record, "dataset", has_chat_template=has_chat_template)
         return read_record(record, fmt, "record 1")
 
     example = or_refused(read)
     if example is not None:
-        if isinstance(example, Text):
+        if isinstance(example, PlainText):
             used = [example.prompt + example.completion]
         else:
             used = [str(value) for message in example.messages for value in message.values()]
         lost = [
             name
             for name, value in texts_in(record)
-            if name not in example.unread and not any(value in whole for whole in used)
+            if name not in example.unused_fields and not any(value in whole for whole in used)
         ]
         assert lost == []
 
@@ -392,11 +392,11 @@ def test_a_damaged_cache_is_made_again(place: Path, tokenizer: Any, damages: lis
     data.write_bytes(GOOD)
     section = DatasetSection(path=str(data), max_length=64)
     try:
-        wanted = learnt(prepare_data(section, tokenizer, seed=1, cache_dir=cache, max_length_of_model=None), tokenizer)
+        wanted = learnt(prepare_data(section, tokenizer, seed=1, cache_dir=cache, model_max_length=None), tokenizer)
         (folder,) = (path for path in cache.iterdir() if path.is_dir())
         for name, at, what in damages:
             damage(folder / name, at, what)
-        again = or_refused(lambda: prepare_data(section, tokenizer, seed=1, cache_dir=cache, max_length_of_model=None))
+        again = or_refused(lambda: prepare_data(section, tokenizer, seed=1, cache_dir=cache, model_max_length=None))
         assert again is not None and learnt(again, tokenizer) == wanted
     finally:
         shutil.rmtree(cache)

@@ -186,7 +186,7 @@ def read_everything(run: Path, name: str) -> None:
     if not name.startswith("logs/") or name == "logs/restarts.json":
         readers += [
             lambda: write_report(run),
-            lambda: LanguageTask.card(config, run, [RECORD], "n"),
+            lambda: LanguageTask.build_model_card(config, run, [RECORD], "n"),
             lambda: find_sample_images(run),
         ]
     for reader in readers:

@@ -105,7 +105,7 @@ def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) ->
     texts = write_texts(tmp_path / "texts.jsonl", 64, 12)
     config = load_config(prepared(run, base_model, texts, tmp_path, steps=2, profile=False)).config
     tokenizer = load_tokenizer(base_model, config.model)
-    data = prepare_data(config.dataset, tokenizer, seed=0, cache_dir=tmp_path / "cache", max_length_of_model=2048)
+    data = prepare_data(config.dataset, tokenizer, seed=0, cache_dir=tmp_path / "cache", model_max_length=2048)
     case = build_peer_case("x", run, base_model, on_gpu=False, batch_size=3)
     batches = Assignment([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
     assert batches.shape == (2, 3, 64)

@@ -27,7 +27,7 @@ class Ragged:
         length = int(self._lengths[index])
         return Sample([index] * length, [True] * length, [length])
 
-    def lengths(self) -> tuple[Any, Any]:
+    def count_tokens(self) -> tuple[Any, Any]:
         return self._lengths, self._lengths
 
 
@@ -42,7 +42,7 @@ def epoch(samples: Any, *, accumulation: int, world_size: int, by_tokens: bool =
     ]  # fmt: skip
     steps, offset = [], 0
     while offset < len(samples):
-        made = [batches.step_batches(0, offset) for batches in ranks]
+        made = [batches.build_step_batches(0, offset) for batches in ranks]
         steps.append([micro for micro, _ in made])
         offset += made[0][1]
     return steps

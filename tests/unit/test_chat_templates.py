@@ -20,11 +20,11 @@ from tests.tiny import CHATML
 from tests.unit.test_data_chat import THINKING, trained_texts
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.conversations import LOST_REASONING, LOST_SYSTEM, ChatEncoder, load_chat_template, render_prompt
+from trainer.data.conversations import DROPPED_REASONING, DROPPED_SYSTEM, ChatEncoder, load_chat_template, render_prompt
 from trainer.data.formats import RecordFormat
-from trainer.data.marks import TURN_KEY, mark_template, read_marks
-from trainer.data.records import Turns, read_record
-from trainer.data.tokens import LOST_END, EncodedDocument
+from trainer.data.markers import TURN_KEY, mark_template, parse_markers
+from trainer.data.records import Conversation, read_record
+from trainer.data.tokens import NO_END_TOKEN, EncodedDocument
 from trainer.model.answers import find_end_of_turn
 
 TURNS = CONVERSATIONS["turns"]
@@ -47,7 +47,7 @@ def tools_of(name: str, talk: str) -> list[dict[str, Any]] | None:
 def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **more: Any) -> EncodedDocument:
     tools, variables = more.pop("tools", None), more.pop("variables", {})
     encoder = ChatEncoder(tokenizer, tokenizer.chat_template, more.pop("train_on", ("assistant",)), None, variables)
-    return encoder.encode([Turns(messages, tools, **more)], ["record 1"])[0]
+    return encoder.encode([Conversation(messages, tools, **more)], ["record 1"])[0]
 
 
 def test_every_template_has_expectations_and_a_source() -> None:
@@ -65,7 +65,7 @@ def test_what_the_model_writes_is_trained(name: str, talk: str) -> None:
         return
     encoded = encode(tokenizer, CONVERSATIONS[talk], tools=tools_of(name, talk))
     assert trained_texts(tokenizer, encoded) == expected
-    assert bool(encoded.lost) == (talk in EXPECTED[name]["lost"])
+    assert bool(encoded.warnings) == (talk in EXPECTED[name]["lost"])
 
 
 def in_form(name: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def test_markers_change_nothing_in_generated_templates(before: list[str], body: 
     except TemplateSyntaxError:  # two pieces make a tag
         return
     marked = tokenizer.apply_chat_template(numbered(messages), chat_template=mark_template(template), tokenize=False)
-    assert read_marks(marked).text == plain
+    assert parse_markers(marked).text == plain
 
 
 WORDS = st.text("abcdefgh", min_size=5, max_size=9)
@@ -174,10 +174,10 @@ def test_all_text_is_trained_masked_or_reported(
     trained, text = "\n".join(trained_texts(tokenizer, encoded)), tokenizer.decode(encoded.input_ids)
     for question, answer, thought in texts:
         assert f"q-{question}" in text and f"q-{question}" not in trained and f"a-{answer}" in trained
-        assert not thought or f"t-{thought}" in trained or LOST_REASONING in encoded.lost
-    assert not system or (f"s-{system}" in text and f"s-{system}" not in trained) or LOST_SYSTEM in encoded.lost
+        assert not thought or f"t-{thought}" in trained or DROPPED_REASONING in encoded.warnings
+    assert not system or (f"s-{system}" in text and f"s-{system}" not in trained) or DROPPED_SYSTEM in encoded.warnings
     assert text.count(tokenizer.eos_token) == 0 or trained  # an end is never all that is left
-    assert LOST_END not in encoded.lost
+    assert NO_END_TOKEN not in encoded.warnings
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -185,7 +185,7 @@ def test_content_in_parts_is_trained_as_text(name: str) -> None:
     messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in TURNS]
     example = read_record({"messages": messages}, RecordFormat("messages", {"messages": "messages"}), "record 1")
     tokenizer = tokenizer_of(name)
-    assert isinstance(example, Turns)
+    assert isinstance(example, Conversation)
     assert trained_texts(tokenizer, encode(tokenizer, example.messages)) == EXPECTED[name]["turns"]
 
 
@@ -281,7 +281,7 @@ def test_records_do_not_depend_on_those_before_them() -> None:
     )
     tokenizer = make_tokenizer(template, "<|im_end|>")
     encoder = ChatEncoder(tokenizer, template, ("assistant",), None)
-    talks = [Turns([turn("user", text), turn("assistant", "Blue.")]) for text in ("Red?", "Red? /quiet", "Red?")]
+    talks = [Conversation([turn("user", text), turn("assistant", "Blue.")]) for text in ("Red?", "Red? /quiet", "Red?")]
     for document in encoder.encode(talks, ["record"] * 3):
         assert trained_texts(tokenizer, document) == ["Blue.<|im_end|>"]
 
@@ -308,7 +308,7 @@ def test_a_run_of_answers_ends_where_the_next_turn_begins() -> None:
     messages = [*CONVERSATIONS["tools"], turn("user", "Red?")]
     assert trained_texts(tokenizer, encode(tokenizer, messages, tools=[TOOL]))[-1].endswith("No.<|user|>")
     without = make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "</s>")
-    assert encode(without, CONVERSATIONS["turns"]).lost == (LOST_END,)
+    assert encode(without, CONVERSATIONS["turns"]).warnings == (NO_END_TOKEN,)
 
 
 @pytest.mark.parametrize(("name", "end"), [("glm-4.5", "<|user|>"), ("phi-3", "<|end|>"), ("gpt-oss", "<|end|>")])
@@ -319,13 +319,13 @@ def test_generation_stops_where_training_ends_answers(name: str, end: str) -> No
 
 def test_text_that_a_template_does_not_write() -> None:
     silent = CHATML.replace("{{ message['content'] }}", "{{ message['content'] if message['role'] != ROLE }}")
-    for role, lost in (("system", (LOST_SYSTEM,)), ("user", None), ("assistant", None)):
+    for role, lost in (("system", (DROPPED_SYSTEM,)), ("user", None), ("assistant", None)):
         tokenizer = make_tokenizer(silent.replace("ROLE", repr(role)), "<|im_end|>")
         messages = [turn("system", "Be brief."), *CONVERSATIONS["turns"]]
         if lost:
-            assert encode(tokenizer, messages).lost == lost
+            assert encode(tokenizer, messages).warnings == lost
             continue
-        with pytest.raises(UserError, match=rf"record 1: the chat template does not write {role} turn"):
+        with pytest.raises(UserError, match=rf"record 1: the chat template omits {role} turn"):
             encode(tokenizer, messages)
 
 
@@ -343,7 +343,7 @@ def test_calls_of_one_turn_are_all_written_or_the_record_is_refused() -> None:
     tokenizer = tokenizer_of("qwen3")
     [trained] = trained_texts(tokenizer, encode(tokenizer, messages, tools=[TOOL]))
     assert "Ulm" in trained and "Bonn" in trained
-    with pytest.raises(UserError, match="record 1: the chat template writes one tool call per turn, but turn 2 has 2"):
+    with pytest.raises(UserError, match="record 1: the chat template renders one tool call per turn, but turn 2 has 2"):
         encode(tokenizer_of("gpt-oss"), messages, tools=[TOOL])
 
 
@@ -355,7 +355,7 @@ def test_tools_choose_the_template_of_that_name() -> None:
     assert load_chat_template(tokenizer, None, for_tools=True) == tool_use
     encoder = ChatEncoder(tokenizer, CHATML, ("assistant",), None, tool_template=tool_use)
     with_tools, without = encoder.encode(
-        [Turns(CONVERSATIONS["tools"], [TOOL]), Turns(CONVERSATIONS["system"])], ["record 1", "record 2"]
+        [Conversation(CONVERSATIONS["tools"], [TOOL]), Conversation(CONVERSATIONS["system"])], ["record 1", "record 2"]
     )
     plain = tokenizer.apply_chat_template(CONVERSATIONS["tools"], tools=[TOOL], tokenize=False)
     assert tokenizer.decode(with_tools.input_ids) == plain and "<tool_call>weather" in plain
@@ -376,7 +376,7 @@ def test_arguments_and_content_in_the_form_that_the_template_writes(as_text: boo
     function = {"name": "weather", "arguments": json.dumps(arguments) if as_text else arguments}
     record = {"messages": [turn("user", "Rain?"), {"role": "assistant", "tool_calls": [{"function": function}]}]}
     example = read_record(record, RecordFormat("messages", {"messages": "messages"}), "record 1")
-    assert isinstance(example, Turns)
+    assert isinstance(example, Conversation)
     for template, written in (
         (JOINED, 'weather {"city": "Köln", "unit": null}<|im_end|>'),
         (THINKING, '"unit": null}'),

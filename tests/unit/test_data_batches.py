@@ -35,7 +35,7 @@ def document(number: int, length: int, trained_from: int = 1) -> Sample:
 
 def stored(documents: list[Sample], groups: list[list[int]] | None = None) -> Samples:
     table = pyarrow.table(
-        {"input_ids": [one.input_ids for one in documents], "trained": [one.trained for one in documents]}
+        {"input_ids": [one.input_ids for one in documents], "trained": [one.loss_weights for one in documents]}
         | {"weights": pyarrow.array([[] for _ in documents], pyarrow.list_(pyarrow.float32()))}
         | {"rejected": [0 for _ in documents], "images": [None for _ in documents]}
     )
@@ -158,7 +158,7 @@ def test_every_rank_count_takes_the_same_samples_in_the_same_steps(count: int) -
         ]
         offset, found = 0, []
         for _ in range(compute_steps_per_epoch(len(ranks[0].samples), ranks[0].global_batch_size)):
-            parts = [rank.step_batches(3, offset) for rank in ranks]
+            parts = [rank.build_step_batches(3, offset) for rank in ranks]
             assert {len(micro) for micro, _ in parts} == {accumulation}
             assert len({consumed for _, consumed in parts}) == 1
             # Micro-step by micro-step, rank by rank: slices of the global batch in order.
@@ -175,8 +175,8 @@ def test_the_last_step_is_kept_and_filled_with_dummies() -> None:
     samples = stored([document(number, 3) for number in range(1, 6)])
     ranks = [batches(samples, accumulation=2, rank=rank, world_size=2, shuffle=False) for rank in range(2)]
     assert compute_steps_per_epoch(len(ranks[0].samples), 4) == 2 and ranks[0].global_batch_size == 4
-    (first, second), (other_first, other_second) = (rank.step_batches(0, 4)[0] for rank in ranks)
-    assert ranks[0].step_batches(0, 4)[1] == ranks[1].step_batches(0, 4)[1] == 1
+    (first, second), (other_first, other_second) = (rank.build_step_batches(0, 4)[0] for rank in ranks)
+    assert ranks[0].build_step_batches(0, 4)[1] == ranks[1].build_step_batches(0, 4)[1] == 1
     assert first.input_ids.tolist() == [[500, 501, 502]]
     for dummy in (second, other_first, other_second):
         assert set(dummy.targets.flatten().tolist()) == {IGNORED}
@@ -191,13 +191,13 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
         "other seed": ({"seed": 1}, 0),
         "unshuffled": ({"shuffle": False}, 5),
     }
-    orders = {name: batches(samples, **settings).order(epoch).tolist() for name, (settings, epoch) in asked.items()}
+    orders = {name: batches(samples, **settings).get_order(epoch).tolist() for name, (settings, epoch) in asked.items()}
     assert orders["first"] == orders["again"]
     assert orders["unshuffled"] == list(range(39))
     assert len({tuple(order) for order in orders.values()}) == 4
     one = batches(samples)
-    one.order(1)
-    assert one.order(0).tolist() == orders["first"]  # going back, as a resumed run may
+    one.get_order(1)
+    assert one.get_order(0).tolist() == orders["first"]  # going back, as a resumed run may
 
 
 def test_packs_are_joined_from_their_documents() -> None:
@@ -269,8 +269,8 @@ def test_a_stream_is_shared_out_as_memory_is() -> None:
         from_memory, from_stream = batches(samples, shuffle=False, **settings), stream_batches(16, **settings)
         for offset in (0, 8):
             (expected, consumed), (found, also) = (
-                from_memory.step_batches(0, offset),
-                from_stream.step_batches(0, offset),
+                from_memory.build_step_batches(0, offset),
+                from_stream.build_step_batches(0, offset),
             )
             assert consumed == also == 8
             assert [documents_of(batch) for batch in found] == [documents_of(batch) for batch in expected]
@@ -278,31 +278,31 @@ def test_a_stream_is_shared_out_as_memory_is() -> None:
 
 def test_a_stream_goes_on_after_its_end_and_from_any_offset() -> None:
     running = stream_batches(5, batch_size=2)
-    found = [documents_of(running.step_batches(0, offset)[0][0]) for offset in (0, 2, 4, 6)]
+    found = [documents_of(running.build_step_batches(0, offset)[0][0]) for offset in (0, 2, 4, 6)]
     assert found == [[1, 2], [3, 4], [5, 101], [102, 103]]
     resumed = stream_batches(5, batch_size=2)
-    assert documents_of(resumed.step_batches(0, 4)[0][0]) == [5, 101]
-    assert documents_of(resumed.step_batches(0, 6)[0][0]) == [102, 103]
-    assert documents_of(resumed.step_batches(0, 0)[0][0]) == [1, 2]
+    assert documents_of(resumed.build_step_batches(0, 4)[0][0]) == [5, 101]
+    assert documents_of(resumed.build_step_batches(0, 6)[0][0]) == [102, 103]
+    assert documents_of(resumed.build_step_batches(0, 0)[0][0]) == [1, 2]
 
 
 def test_a_repeated_step_and_a_resumed_stream_read_nothing_twice_but_that_step() -> None:
     running = stream_batches(5, batch_size=2)
     for offset in (0, 2, 4):
-        running.step_batches(0, offset)
+        running.build_step_batches(0, offset)
     state = json.loads(json.dumps(running.state_dict()))
     Counted.made.clear()
-    assert documents_of(running.step_batches(0, 4)[0][0]) == [5, 101] == Counted.made
+    assert documents_of(running.build_step_batches(0, 4)[0][0]) == [5, 101] == Counted.made
     resumed = stream_batches(5, batch_size=1, accumulation=2)
     resumed.load_state_dict(state)
     Counted.made.clear()
-    assert [documents_of(batch)[0] for batch in resumed.step_batches(0, 6)[0]] == [102, 103] == Counted.made
-    assert documents_of(resumed.step_batches(0, 0)[0][0]) == [1]  # another offset than the state's is read up to
+    assert [documents_of(batch)[0] for batch in resumed.build_step_batches(0, 6)[0]] == [102, 103] == Counted.made
+    assert documents_of(resumed.build_step_batches(0, 0)[0][0]) == [1]  # another offset than the state's is read up to
 
 
 def test_a_stream_without_samples_is_refused() -> None:
     with pytest.raises(UserError, match=r"dataset.streaming=true: the stream has no record to train on"):
-        stream_batches(0).step_batches(0, 0)
+        stream_batches(0).build_step_batches(0, 0)
 
 
 @pytest.mark.parametrize("layout", ["rows", "packs", "flat"])

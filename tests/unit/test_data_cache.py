@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("own_data_folder")
 
 def prepared(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> PreparedData:
     section = DatasetSection(path="chats.jsonl", max_length=64, **settings)
-    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)
 
 
 def tokens(data: PreparedData) -> list[list[int]]:
@@ -66,7 +66,7 @@ def test_damage_is_made_good_with_one_note(tokenizer: PreTrainedTokenizerBase, d
         again = prepared(tokenizer)
         assert tokens(again) == expected, name
         assert again.stats.notes[0].startswith(f"the cached data in {folder} was damaged ("), name
-        assert again.stats.notes[0].endswith("and is rebuilt") and again.stats.notes[1:] == first.stats.notes
+        assert again.stats.notes[0].endswith("and has been rebuilt") and again.stats.notes[1:] == first.stats.notes
         assert prepared(tokenizer).stats == first.stats
     assert sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".lock") == [first.fingerprint]
 
@@ -107,14 +107,14 @@ def _prepare_at_once(folder: str, tokenizer_folder: str, start: Any, results: An
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     start.wait()
-    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), model_max_length=None)
     results.put((len(built), tokens(data)))
 
 
 def test_several_processes_find_the_damage_and_one_mends_it(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 10)
     section = DatasetSection(path=str(tmp_path / "chats.jsonl"), max_length=64)
-    first = prepare_data(section, tokenizer, seed=0, cache_dir=tmp_path / "cache", max_length_of_model=None)
+    first = prepare_data(section, tokenizer, seed=0, cache_dir=tmp_path / "cache", model_max_length=None)
     expected = tokens(first)
     flip(tmp_path / "cache" / first.fingerprint / "source-000.arrow")
     context = multiprocessing.get_context("fork")

@@ -11,7 +11,7 @@ from tests.tiny import CHATML
 from trainer.config import UserError
 from trainer.data.conversations import ChatEncoder, load_chat_template
 from trainer.data.formats import RecordFormat
-from trainer.data.records import Text, Turns, read_record
+from trainer.data.records import Conversation, PlainText, read_record
 from trainer.data.tokens import EncodedDocument, encode_spans, encode_texts
 
 # A system prompt of its own, written with the first turn.
@@ -122,7 +122,7 @@ TALK = [
 def trained_texts(tokenizer: PreTrainedTokenizerBase, encoded: EncodedDocument) -> list[str]:
     """The trained tokens, run by run, as text."""
     runs: list[list[int]] = [[]]
-    for token, trained in zip(encoded.input_ids, encoded.trained, strict=True):
+    for token, trained in zip(encoded.input_ids, encoded.loss_weights, strict=True):
         if trained:
             runs[-1].append(token)
         elif runs[-1]:
@@ -140,7 +140,7 @@ def encode(
     **turns: Any,
 ) -> EncodedDocument:
     encoder = ChatEncoder(tokenizer, template, train_on, system_prompt)
-    return encoder.encode([Turns(messages, **turns)], ["record 1"])[0]
+    return encoder.encode([Conversation(messages, **turns)], ["record 1"])[0]
 
 
 ANSWERS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
@@ -220,7 +220,7 @@ def test_any_roles_by_choice(tokenizer: PreTrainedTokenizerBase, train_on: tuple
 
 def test_all_trains_every_token(tokenizer: PreTrainedTokenizerBase) -> None:
     for template in (CHATML, GATHERED):
-        assert all(encode(tokenizer, template, TALK, train_on=("all",)).trained)
+        assert all(encode(tokenizer, template, TALK, train_on=("all",)).loss_weights)
 
 
 def test_silent_turns_are_read_but_not_trained(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -238,7 +238,7 @@ def test_system_prompt_only_where_there_is_none(tokenizer: PreTrainedTokenizerBa
 
 def test_many_at_once_are_each_as_alone(tokenizer: PreTrainedTokenizerBase) -> None:
     encoder = ChatEncoder(tokenizer, CHATML, ("assistant",), None)
-    chats = [Turns(TALK), Turns(TALK[1:3]), Turns([]), Turns(TALK[1:])]
+    chats = [Conversation(TALK), Conversation(TALK[1:3]), Conversation([]), Conversation(TALK[1:])]
     together = encoder.encode(chats, ["r"] * 4)
     assert together == [encoder.encode([chat], ["r"])[0] for chat in chats]
     assert together[2] == EncodedDocument([], [])
@@ -261,18 +261,18 @@ def test_a_tokenizer_that_changes_the_text() -> None:
     backend.decoder = decoders.Metaspace()
     backend.train_from_iterator(["the cat runs"], trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"]))
     small = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    encoded = encode_texts(small, [Text("The dog", " RUNS the cat")], frozenset({"assistant"}), ["r"])[0]
+    encoded = encode_texts(small, [PlainText("The dog", " RUNS the cat")], frozenset({"assistant"}), ["r"])[0]
     assert small.convert_ids_to_tokens(encoded.input_ids) == ["▁the", "<unk>", "▁runs", "▁the", "▁cat", "</s>"]
-    assert encoded.trained == [False, False, True, True, True, True]
+    assert encoded.loss_weights == [False, False, True, True, True, True]
 
 
 TEXTS = {
-    "completion after a colon": (Text("Q: red?\nA:", " blue"), [f" blue{END}"]),
+    "completion after a colon": (PlainText("Q: red?\nA:", " blue"), [f" blue{END}"]),
     # The tokenizer joins the prompt's last space with the completion's first word.
-    "completion after a space": (Text("Q: red?\nA: ", "blue"), [f" blue{END}"]),
-    "text alone": (Text("", "red blue"), [f"red blue{END}"]),
-    "empty completion": (Text("Q", ""), []),
-    "nothing": (Text("", ""), []),
+    "completion after a space": (PlainText("Q: red?\nA: ", "blue"), [f" blue{END}"]),
+    "text alone": (PlainText("", "red blue"), [f"red blue{END}"]),
+    "empty completion": (PlainText("Q", ""), []),
+    "nothing": (PlainText("", ""), []),
 }
 
 
@@ -285,8 +285,8 @@ def test_completions_are_trained_and_ended(tokenizer: PreTrainedTokenizerBase, n
 
 
 def test_prompts_are_trained_by_choice(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoded = encode_texts(tokenizer, [Text("red", " blue")], frozenset({"user", "assistant"}), ["r"])[0]
-    assert all(encoded.trained)
+    encoded = encode_texts(tokenizer, [PlainText("red", " blue")], frozenset({"user", "assistant"}), ["r"])[0]
+    assert all(encoded.loss_weights)
 
 
 def test_a_leading_token_where_the_tokenizer_puts_one(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -294,7 +294,7 @@ def test_a_leading_token_where_the_tokenizer_puts_one(tokenizer: PreTrainedToken
     leading.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", leading.bos_token_id)]
     )
-    encoded = encode_texts(leading, [Text("red", " blue")], frozenset({"assistant"}), ["r"])[0]
+    encoded = encode_texts(leading, [PlainText("red", " blue")], frozenset({"assistant"}), ["r"])[0]
     assert leading.decode(encoded.input_ids) == f"<|im_start|>red blue{END}"
     assert trained_texts(leading, encoded) == [f" blue{END}"]
 
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         GATHERED,
         TALK,
         {},
-        ("record 1", "not write assistant turn 3", "{% generation %}"),
+        ("record 1", "omits assistant turn 3", "{% generation %}"),
     ),
     "roles that do not alternate": (BRACKETS, TALK[2:], {}, ("record 1", "roles must alternate")),
     "tool calls in a template without": (
@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         ),
         TALK,
         {},
-        ("record 1", "not write assistant turn 3"),
+        ("record 1", "omits assistant turn 3"),
     ),
 }
 
@@ -377,7 +377,7 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert load_chat_template(tokenizer, None) == CHATML
     assert load_chat_template(tokenizer, WORDS) == WORDS
     assert load_chat_template(tokenizer, str(file)) == WORDS
-    with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: neither a template nor an existing"):
+    with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: not a template, and no such file"):
         load_chat_template(tokenizer, "missing.jinja")
     with pytest.raises(UserError, match=r"chat_template=.*: is a folder; restore or replace the file"):
         load_chat_template(tokenizer, str(tmp_path))
@@ -404,7 +404,7 @@ def test_fields_of_calls_and_parts_that_are_not_used_are_reported(
 ) -> None:
     record = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **turn}]}
     example = read_record(record, RecordFormat("messages", {"messages": "messages"}), "record 1")
-    assert example.unread == unread
+    assert example.unused_fields == unread
 
 
 @pytest.mark.parametrize("kind", ["image", "image_url", "thinking", "input_audio"])

@@ -10,7 +10,15 @@ import pytest
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import detect_format
 from trainer.data.pairs import read_pair, read_unpaired
-from trainer.data.records import INVERSE_SWITCHES, PLAIN_TEXT, SWITCHES, Text, Turns, find_prompt_format, read_record
+from trainer.data.records import (
+    MASK_FIELDS,
+    PLAIN_TEXT,
+    WEIGHT_FIELDS,
+    Conversation,
+    PlainText,
+    find_prompt_format,
+    read_record,
+)
 
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "Because."}
@@ -18,46 +26,46 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
-def read(record: dict[str, Any], *, has_chat_template: bool = True, **settings: Any) -> Turns | Text:
+def read(record: dict[str, Any], *, has_chat_template: bool = True, **settings: Any) -> Conversation | PlainText:
     source = SourceSection(path="data.jsonl", **settings)
     fmt = detect_format(source, list(record), record, "dataset", has_chat_template=has_chat_template)
     return read_record(record, fmt, "dataset.path=data.jsonl, record 1")
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
-    "messages": ({"messages": [ASK, SAY]}, {}, Turns([ASK, SAY])),
-    "messages under another name": ({"talk": [ASK, SAY]}, {"fields": {"messages": "talk"}}, Turns([ASK, SAY])),
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Conversation | PlainText]] = {
+    "messages": ({"messages": [ASK, SAY]}, {}, Conversation([ASK, SAY])),
+    "messages under another name": ({"talk": [ASK, SAY]}, {"fields": {"messages": "talk"}}, Conversation([ASK, SAY])),
     "messages with keys of their own": (
         {"messages": [{"who": "user", "says": "Why?"}, {"who": "assistant", "says": "Because."}]},
         {"fields": {"role": "who", "content": "says"}},
-        Turns([ASK, SAY]),
+        Conversation([ASK, SAY]),
     ),
     "roles of their own": (
         {"messages": [{"role": "Caller", "content": "Why?"}, {"role": "agent", "content": "Because."}]},
         {"format": "messages", "roles": {"user": ("caller",), "assistant": ("agent", "bot")}},
-        Turns([ASK, SAY]),
+        Conversation([ASK, SAY]),
     ),
     "roles of their own, found by auto": (
         {"conversations": [{"from": "human", "value": "Why?"}, {"from": "agent", "value": "Because."}]},
         {"roles": {"assistant": ("agent",)}},
-        Turns([ASK, SAY]),
+        Conversation([ASK, SAY]),
     ),
     "a template for records with an input, which this one has": (
         {"q": "Add.", "input": "1 2", "completion": "3"},
         {"template": "{q} [{input}] = ", "template_without_input": "{q} = ", "fields": {"completion": "completion"}},
-        Text("Add. [1 2] = ", "3"),
+        PlainText("Add. [1 2] = ", "3"),
     ),
     "a template for records with an input, and it is empty": (
         {"q": "Add.", "input": " ", "completion": "3"},
         {"template": "{q} [{input}] = ", "template_without_input": "{q} = ", "fields": {"completion": "completion"}},
-        Text("Add. = ", "3"),
+        PlainText("Add. = ", "3"),
     ),
     "a template for records with an input, and there is no such field": (
         {"q": "Add.", "completion": "3"},
         {"template": "{q} [{input}] = ", "template_without_input": "{q} = ", "fields": {"completion": "completion"}},
-        Text("Add. = ", "3"),
+        PlainText("Add. = ", "3"),
     ),
-    "OpenAI's role and content in conversations": ({"conversations": [ASK, SAY]}, {}, Turns([ASK, SAY])),
+    "OpenAI's role and content in conversations": ({"conversations": [ASK, SAY]}, {}, Conversation([ASK, SAY])),
     "messages, text in parts": (
         {
             "messages": [
@@ -66,22 +74,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
             ]
         },
         {},
-        Turns([ASK, SAY]),
+        Conversation([ASK, SAY]),
     ),
     "developer is system": (
         {"messages": [{"role": "developer", "content": "Be terse."}, ASK, SAY]},
         {},
-        Turns([{"role": "system", "content": "Be terse."}, ASK, SAY]),
+        Conversation([{"role": "system", "content": "Be terse."}, ASK, SAY]),
     ),
     "a turn of weight 0": (
         {"messages": [ASK, {**SAY, "weight": 0}, ASK, {**SAY, "weight": 1}]},
         {},
-        Turns([ASK, SAY, ASK, SAY], weights={1: 0.0}),
+        Conversation([ASK, SAY, ASK, SAY], weights={1: 0.0}),
     ),
     "reasoning is kept": (
         {"messages": [ASK, {**SAY, "reasoning_content": "Hm."}]},
         {},
-        Turns([ASK, {**SAY, "reasoning_content": "Hm."}]),
+        Conversation([ASK, {**SAY, "reasoning_content": "Hm."}]),
     ),
     "tool calls, with the nulls of their arguments": (
         {
@@ -93,7 +101,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
             "tools": [TOOL],
         },
         {},
-        Turns(
+        Conversation(
             [
                 ASK,
                 {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -114,7 +122,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
             "tools": '[{"name": "weather"}]',
         },
         {},
-        Turns(
+        Conversation(
             [
                 ASK,
                 {
@@ -131,7 +139,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}], "system": "S"},
         {},
-        Turns([{"role": "system", "content": "S"}, ASK, SAY]),
+        Conversation([{"role": "system", "content": "S"}, ASK, SAY]),
     ),
     "sharegpt function call": (
         {
@@ -143,7 +151,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
             ]
         },
         {},
-        Turns(
+        Conversation(
             [
                 ASK,
                 {
@@ -159,47 +167,47 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
     "a system prompt next to messages": (
         {"messages": [ASK, SAY], "system": "S"},
         {},
-        Turns([{"role": "system", "content": "S"}, ASK, SAY]),
+        Conversation([{"role": "system", "content": "S"}, ASK, SAY]),
     ),
     "a system prompt under LLaMA-Factory's and other names": (
         {"conversations": [ASK, {**SAY, "weight": 0}], "sys": "S"},
         {"format": "messages", "fields": {"messages": "conversations", "system": "sys"}},
-        Turns([{"role": "system", "content": "S"}, ASK, SAY], weights={2: 0.0}),
+        Conversation([{"role": "system", "content": "S"}, ASK, SAY], weights={2: 0.0}),
     ),
     "a system turn takes precedence over the field": (
         {"messages": [{"role": "system", "content": "T"}, ASK, SAY], "system": "S"},
         {},
-        Turns([{"role": "system", "content": "T"}, ASK, SAY]),
+        Conversation([{"role": "system", "content": "T"}, ASK, SAY]),
     ),
     "a system prompt of a pair": (
         {"system_prompt": "S", "question": "a", "answer": "b"},
         {},
-        Text("S\n\na", "b"),
+        PlainText("S\n\na", "b"),
     ),
     "a system prompt of a pair of turns": (
         {"prompt": [ASK], "completion": [SAY], "system": "S"},
         {},
-        Turns([{"role": "system", "content": "S"}, ASK, SAY], weights={0: 0.0, 1: 0.0}),
+        Conversation([{"role": "system", "content": "S"}, ASK, SAY], weights={0: 0.0, 1: 0.0}),
     ),
     "a system prompt of a custom template": (
         {"a": "x", "system": "S", "c": "y"},
         {"template": "{a}:", "fields": {"completion": "c"}},
-        Text("S\n\nx:", "y"),
+        PlainText("S\n\nx:", "y"),
     ),
     "a system prompt within a custom template": (
         {"a": "x", "system": "S", "c": "y"},
         {"template": "<{system}>{a}:", "fields": {"completion": "c"}},
-        Text("<S>x:", "y"),
+        PlainText("<S>x:", "y"),
     ),
     "alpaca": (
         {"instruction": "Add.", "input": "1, 2", "output": "3"},
         {},
-        Turns([{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]),
+        Conversation([{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]),
     ),
     "alpaca with system and history": (
         {"instruction": "Add.", "input": "", "output": "3", "system": "S", "history": [["a", "b"]]},
         {},
-        Turns(
+        Conversation(
             [
                 {"role": "system", "content": "S"},
                 {"role": "user", "content": "a"},
@@ -209,24 +217,24 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
             ]
         ),
     ),
-    "prompt and completion": ({"prompt": "a", "completion": "b"}, {}, Text("a", "b")),
-    "question and answer": ({"id": 1, "question": "a", "answer": "b"}, {}, Text("a", "b")),
+    "prompt and completion": ({"prompt": "a", "completion": "b"}, {}, PlainText("a", "b")),
+    "question and answer": ({"id": 1, "question": "a", "answer": "b"}, {}, PlainText("a", "b")),
     "prompt and completion under other names": (
         {"q": "a", "a": "b"},
         {"format": "prompt_completion", "fields": {"prompt": "q", "completion": "a"}},
-        Text("a", "b"),
+        PlainText("a", "b"),
     ),
     "prompt and completion as turns": (
         {"prompt": [ASK, SAY, ASK], "completion": [SAY]},
         {},
-        Turns([ASK, SAY, ASK, SAY], weights={0: 0.0, 1: 0.0, 2: 0.0}),
+        Conversation([ASK, SAY, ASK, SAY], weights={0: 0.0, 1: 0.0, 2: 0.0}),
     ),
-    "text": ({"text": "abc"}, {}, Text("", "abc")),
-    "text under another name": ({"body": "abc", "id": 3}, {"fields": {"text": "body"}}, Text("", "abc")),
+    "text": ({"text": "abc"}, {}, PlainText("", "abc")),
+    "text under another name": ({"body": "abc", "id": 3}, {"fields": {"text": "body"}}, PlainText("", "abc")),
     "custom": (
         {"a": 1, "b": "two", "c": "three"},
         {"template": "{a} {{and}} {word}:", "fields": {"completion": "c", "word": "b"}},
-        Text("1 {and} two:", "three"),
+        PlainText("1 {and} two:", "three"),
     ),
 }
 
@@ -246,14 +254,14 @@ def test_records_of_the_guide_are_read_whole_as_the_format_they_are_shown_for() 
     paired = ["preference", "unpaired"]
     expected = ["messages", "messages", "sharegpt", "alpaca", *["prompt_completion"] * 2, "completion", *paired]
     assert [fmt.name for fmt in formats] == expected
-    assert [read(record).unread for record in records[:-2]] == [()] * (len(expected) - 2)
+    assert [read(record).unused_fields for record in records[:-2]] == [()] * (len(expected) - 2)
     pair = read_pair(records[-2], formats[-2], "x", None)
-    assert (pair.margin, pair.unread) == (0.5, ()) and read_unpaired(records[-1], formats[-1], "x", None)[
+    assert (pair.margin, pair.unused_fields) == (0.5, ()) and read_unpaired(records[-1], formats[-1], "x", None)[
         0
-    ].unread == ()
-    assert isinstance(read(records[4]), Turns) and isinstance(read(records[5]), Text)
+    ].unused_fields == ()
+    assert isinstance(read(records[4]), Conversation) and isinstance(read(records[5]), PlainText)
     with_tools = read(records[1])
-    assert isinstance(with_tools, Turns) and with_tools.tools
+    assert isinstance(with_tools, Conversation) and with_tools.tools
     assert with_tools.messages[1]["reasoning_content"] == "I have to look it up."
 
 
@@ -261,7 +269,7 @@ def test_records_of_the_guide_are_read_whole_as_the_format_they_are_shown_for() 
 def test_alpaca_without_a_chat_template_is_text(has_input: bool) -> None:
     record = {"instruction": "Add {x}.", "input": "1, 2" if has_input else "", "output": "3"}
     example = read(record, has_chat_template=False)
-    assert isinstance(example, Text)
+    assert isinstance(example, PlainText)
     assert example.completion == "3" and "Add {x}." in example.prompt and example.prompt.endswith("### Response:\n")
     assert ("1, 2" in example.prompt) == ("### Input:" in example.prompt) == has_input
 
@@ -284,7 +292,7 @@ UNREAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", UNREAD)
 def test_knows_what_it_did_not_read(name: str) -> None:
     record, unread = UNREAD[name]
-    assert read(record, has_chat_template="history" not in record).unread == unread
+    assert read(record, has_chat_template="history" not in record).unused_fields == unread
 
 
 @pytest.mark.parametrize(
@@ -305,7 +313,7 @@ def test_the_form_of_prompts(record: dict[str, Any], settings: dict[str, Any], f
     assert find_prompt_format(fmt, record) == form
     if form not in (None, PLAIN_TEXT) and "r" not in record:
         example = read_record(record, fmt, "", "S")
-        assert isinstance(example, Text) and form is not None
+        assert isinstance(example, PlainText) and form is not None
         assert example.prompt == form.format(system="S\n\n", prompt="a")
 
 
@@ -323,8 +331,8 @@ def test_says_what_it_found(record: dict[str, Any], note: str) -> None:
 
 
 OFF: list[tuple[str, Any]] = [
-    *((name, value) for name in SWITCHES for value in (0, 0.0, False)),
-    *((name, value) for name in INVERSE_SWITCHES for value in (1, True)),
+    *((name, value) for name in WEIGHT_FIELDS for value in (0, 0.0, False)),
+    *((name, value) for name in MASK_FIELDS for value in (1, True)),
 ]
 
 
@@ -337,7 +345,10 @@ def test_turns_are_switched_off_by_every_name(name: str, value: Any) -> None:
         ({"prompt": "Why?", "completion": [off, ASK, SAY]}, {0, 1}),
     ):
         example = read(record)
-        assert isinstance(example, Turns) and (example.weights, example.unread) == (dict.fromkeys(turns, 0.0), ())
+        assert isinstance(example, Conversation) and (example.weights, example.unused_fields) == (
+            dict.fromkeys(turns, 0.0),
+            (),
+        )
 
 
 def test_reasoning_has_several_names() -> None:
@@ -345,7 +356,7 @@ def test_reasoning_has_several_names() -> None:
         thought = {**SAY, name: "Hm."}
         for record in ({"messages": [ASK, thought]}, {"prompt": [ASK], "completion": [thought]}):
             example = read(record)
-            assert isinstance(example, Turns) and example.messages[1]["reasoning_content"] == "Hm."
+            assert isinstance(example, Conversation) and example.messages[1]["reasoning_content"] == "Hm."
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {

@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
         GZIPPED[:-20],
         ("a.jsonl.gz is truncated after line", "copy it again"),
     ),
-    "a false .gz": ("a.jsonl.gz", LINE, ("a.jsonl.gz has the suffix .gz but another format", "rename")),
+    "a false .gz": ("a.jsonl.gz", LINE, ("a.jsonl.gz has the suffix .gz, but is not gzip-compressed", "rename")),
     "a damaged .gz": (
         "a.jsonl.gz",
         GZIPPED[:-8] + b"\0" * 8,
@@ -232,13 +232,13 @@ def make_special(name: str) -> str:
 
 
 SPECIAL = {
-    "a pipe": "is a pipe, socket or device, but data is read repeatedly; write the data to a file",
+    "a pipe": "is a pipe, socket or device, but data is read more than once; write it to a file",
     "a socket": "is a pipe, socket or device, but data",
     "a device": "is a pipe, socket or device, but data",
     "a folder": "the folder has no data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
     "nothing": "dataset.path= : is empty; use a file",
-    "an address": "URLs of this kind cannot be read; download it, or use a Hub dataset",
+    "an address": "this kind of URL is not supported; download it, or use a Hub dataset",
 }
 
 

@@ -24,7 +24,7 @@ def prepared(
     tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, limit: int | None = None, **settings: Any
 ) -> PreparedData:
     section = DatasetSection(**({"path": "chats.jsonl", "max_length": 64} | settings))
-    return prepare_data(section, tokenizer, seed=seed, cache_dir=Path("cache"), max_length_of_model=limit)
+    return prepare_data(section, tokenizer, seed=seed, cache_dir=Path("cache"), model_max_length=limit)
 
 
 def count_samples(data: PreparedData) -> list[Sample]:
@@ -53,7 +53,7 @@ def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokeni
     assert [len(sample.input_ids) for sample in kept] == [lengths[0], lengths[2]]
     if not streaming:
         assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
-        assert f"2 longer than {limit} tokens dropped" in " ".join(left.stats.lines())
+        assert f"2 longer than {limit} tokens dropped" in " ".join(left.stats.format_lines())
         with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset are longer.*too_long: cut"):
             prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
 
@@ -101,20 +101,20 @@ def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase
     stats = data.stats
     assert (stats.records, stats.documents, stats.samples, stats.dropped, stats.truncated) == (30, 30, 30, 0, 0)
     assert stats.tokens == sum(len(sample.input_ids) for sample in count_samples(data))
-    assert stats.target_tokens == sum(sum(sample.trained) for sample in count_samples(data)) > 0
+    assert stats.target_tokens == sum(sum(sample.loss_weights) for sample in count_samples(data)) > 0
     assert stats.trained_fraction == stats.target_tokens / stats.tokens
-    assert stats.lines()[0] == "dataset: format messages (found by the field messages)"
+    assert stats.format_lines()[0] == "dataset: format messages (found by the field messages)"
 
 
 def test_long_documents_are_cut_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 30)
     whole, cut = prepared(tokenizer), prepared(tokenizer, max_length=30)
     longer = [sample for sample in count_samples(whole) if len(sample.input_ids) > 30]
-    left = [sample for sample in longer if any(sample.trained[1:30])]
+    left = [sample for sample in longer if any(sample.loss_weights[1:30])]
     assert 0 < len(left) < len(longer) < 30
     assert cut.stats.truncated == len(left) and cut.stats.dropped == len(longer) - len(left)
-    assert f"{len(left)} cut to 30 tokens; {len(longer) - len(left)} dropped" in cut.stats.lines()[1]
-    kept = [sample for sample in count_samples(whole) if any(sample.trained[1:30])]
+    assert f"{len(left)} cut to 30 tokens; {len(longer) - len(left)} dropped" in cut.stats.format_lines()[1]
+    kept = [sample for sample in count_samples(whole) if any(sample.loss_weights[1:30])]
     assert [sample.input_ids for sample in count_samples(cut)] == [sample.input_ids[:30] for sample in kept]
 
 
@@ -123,12 +123,12 @@ def test_packs_hold_every_document_once(tokenizer: PreTrainedTokenizerBase) -> N
     alone, packed = prepared(tokenizer), prepared(tokenizer, packing=True, max_length=100)
     documents = []
     for sample in count_samples(packed):
-        assert len(sample.input_ids) == sum(sample.document_lengths) == len(sample.trained) <= 100
+        assert len(sample.input_ids) == sum(sample.document_lengths) == len(sample.loss_weights) <= 100
         start = 0
         for length in sample.document_lengths:
-            documents.append((sample.input_ids[start : start + length], sample.trained[start : start + length]))
+            documents.append((sample.input_ids[start : start + length], sample.loss_weights[start : start + length]))
             start += length
-    assert sorted(documents) == sorted((sample.input_ids, sample.trained) for sample in count_samples(alone))
+    assert sorted(documents) == sorted((sample.input_ids, sample.loss_weights) for sample in count_samples(alone))
     assert packed.stats.samples == len(count_samples(packed)) < 40 and packed.stats.documents == 60
     assert packed.stats.packing_efficiency == packed.stats.tokens / (100 * packed.stats.samples) > 0.85
     assert packed.stats.target_tokens == alone.stats.target_tokens
@@ -142,7 +142,7 @@ def test_held_out_records_are_no_others(tokenizer: PreTrainedTokenizerBase) -> N
     assert len(train) == 40 and len(held_out) == 10
     assert sorted(train + held_out) == sorted(f"{line}<|im_end|>" for line in lines)
     assert data.stats.evaluation is not None and data.stats.evaluation.records == 10
-    assert data.stats.lines()[-1].startswith("held out: 10 documents")
+    assert data.stats.format_lines()[-1].startswith("held out: 10 documents")
     assert texts(tokenizer, prepared(tokenizer, path="a.jsonl", val_split=0.2, seed=1).evaluation) != held_out
     # The same records, whatever is then made of them.
     shorter = prepared(tokenizer, path="a.jsonl", val_split=0.2, max_length=5)
@@ -250,7 +250,7 @@ def _count_builds(folder: str, tokenizer_folder: str, start: Any, results: Any) 
     prepare_module._build_cache = slow_build  # type: ignore[assignment]
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
     start.wait()
-    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), model_max_length=None)
     assert isinstance(data.train, Samples)
     results.put((len(built), [sample.input_ids for sample in data.train]))
 
@@ -318,7 +318,7 @@ def test_a_stream_with_an_evaluation_of_its_own(tokenizer: PreTrainedTokenizerBa
     write_texts("b.jsonl", "three")
     data = prepared(tokenizer, path="a.jsonl", streaming=True, shuffle=False, evaluation={"path": "b.jsonl"})
     assert texts(tokenizer, data.evaluation) == ["three<|im_end|>"]
-    assert data.stats.lines()[0] == "dataset: streamed from a.jsonl"
+    assert data.stats.format_lines()[0] == "dataset: streamed from a.jsonl"
 
 
 def chats(*pairs: tuple[str, str]) -> str:

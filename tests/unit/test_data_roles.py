@@ -129,8 +129,8 @@ def test_several_roles_are_each_as_alone(folder: Any, name: str) -> None:
     template, added = TEMPLATES[name]
     tokenizer = tokenizer_with(folder, added)
     roles = ("assistant", "tool", "user", "system")
-    alone = [encode(tokenizer, template, TALK, train_on=(role,)).trained for role in roles]
-    together = encode(tokenizer, template, TALK, train_on=roles).trained
+    alone = [encode(tokenizer, template, TALK, train_on=(role,)).loss_weights for role in roles]
+    together = encode(tokenizer, template, TALK, train_on=roles).loss_weights
     assert together == [any(of_token) for of_token in zip(*alone, strict=True)]
     assert sum(together) == sum(map(sum, alone))  # no token is of two roles
 

@@ -47,7 +47,7 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def stream_of(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> SampleStream:
     section = DatasetSection(**({"path": "a.jsonl", "max_length": 64, "streaming": True} | settings))
-    data = prepare_data(section, tokenizer, seed=3, cache_dir=Path("cache"), max_length_of_model=None)
+    data = prepare_data(section, tokenizer, seed=3, cache_dir=Path("cache"), model_max_length=None)
     assert isinstance(data.train, SampleStream)
     return data.train
 
@@ -88,16 +88,16 @@ def test_a_resumed_stream_goes_on_without_tokenising_what_was_before(
     expected, states = [], []
     for step in range(steps):
         states.append(json.loads(json.dumps(whole.state_dict())))
-        expected.append(rows_in(whole.step_batches(0, 16 * step)[0]))
+        expected.append(rows_in(whole.build_step_batches(0, 16 * step)[0]))
     for at in (1, steps - 2):
         resumed = batches_of(stream)
         resumed.load_state_dict(states[at])
         tokenised.clear()
-        assert [rows_in(resumed.step_batches(0, 16 * step)[0]) for step in (at, at + 1)] == expected[at : at + 2]
+        assert [rows_in(resumed.build_step_batches(0, 16 * step)[0]) for step in (at, at + 1)] == expected[at : at + 2]
         # Two steps of 16, or the window of 1,000 documents that is being packed, in blocks of 64 records.
         assert sum(tokenised) <= (64 * 5 if "packed" not in name else 2600)
     resumed = batches_of(stream)  # a checkpoint of an earlier version says nothing of the stream
-    assert rows_in(resumed.step_batches(0, 16 * 20)[0]) == expected[20]
+    assert rows_in(resumed.build_step_batches(0, 16 * 20)[0]) == expected[20]
 
 
 class Exchange:
@@ -129,13 +129,13 @@ def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
 ) -> None:
     steps = 30
     alone = batches_of(stream_of(tokenizer, **SETTINGS[name]))
-    expected = [[rows_in([batch]) for batch in alone.step_batches(0, 16 * step)[0]] for step in range(steps + 2)]
+    expected = [[rows_in([batch]) for batch in alone.build_step_batches(0, 16 * step)[0]] for step in range(steps + 2)]
     needed = sum(tokenised)
     tokenised.clear()
     both = ranks_of(stream_of(tokenizer, **SETTINGS[name]))
 
     def run(rank: StreamBatches) -> list[Any]:
-        return [[rows_in([batch]) for batch in rank.step_batches(0, 16 * step)[0]] for step in range(steps)]
+        return [[rows_in([batch]) for batch in rank.build_step_batches(0, 16 * step)[0]] for step in range(steps)]
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, both))
@@ -146,7 +146,7 @@ def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
     one = batches_of(stream_of(tokenizer, **SETTINGS[name]))
     one.load_state_dict(json.loads(json.dumps(both[0].state_dict())))
     for step in (steps, steps + 1):
-        assert [rows_in([batch]) for batch in one.step_batches(0, 16 * step)[0]] == expected[step]
+        assert [rows_in([batch]) for batch in one.build_step_batches(0, 16 * step)[0]] == expected[step]
 
 
 @pytest.mark.parametrize("difference", [{"shuffle": False}, {"max_length": 32}])
@@ -157,7 +157,7 @@ def test_two_runs_of_one_parent_that_differ_in_a_single_setting_read_their_own_b
     steps, settings = 6, [{}, difference]
 
     def rows_of(rank: StreamBatches) -> list[Any]:
-        return [[rows_in([batch]) for batch in rank.step_batches(0, 16 * step)[0]] for step in range(steps)]
+        return [[rows_in([batch]) for batch in rank.build_step_batches(0, 16 * step)[0]] for step in range(steps)]
 
     alone = [rows_of(batches_of(stream_of(tokenizer, **each))) for each in settings]
     assert alone[0] != alone[1]
@@ -189,7 +189,7 @@ def _steps_until_error(ranks: list[StreamBatches]) -> list[tuple[int, str]]:
     def run(rank: StreamBatches) -> tuple[int, str]:
         for step in range(20):
             try:
-                rank.step_batches(0, 16 * step)
+                rank.build_step_batches(0, 16 * step)
             except UserError as error:
                 return step, str(error)
         return 20, ""
@@ -208,19 +208,19 @@ def write_bad(*numbers: int) -> None:
 def test_a_step_that_fails_leaves_the_state_before_it(tokenizer: PreTrainedTokenizerBase, packing: bool) -> None:
     settings: dict[str, Any] = {"shuffle": False, "packing": packing, "max_length": 128}
     whole, good = batches_of(stream_of(tokenizer, **settings)), Path("a.jsonl").read_text()
-    expected = [rows_in(whole.step_batches(0, 16 * step)[0]) for step in range(70)]
+    expected = [rows_in(whole.build_step_batches(0, 16 * step)[0]) for step in range(70)]
     write_bad(1240)
     batches, step = batches_of(stream_of(tokenizer, **settings)), 0
     with pytest.raises(UserError, match=r"record 1241, turn 1: unknown role 'moderator'"):
         while True:
-            assert rows_in(batches.step_batches(0, 16 * step)[0]) == expected[step]
+            assert rows_in(batches.build_step_batches(0, 16 * step)[0]) == expected[step]
             step += 1
     state = json.loads(json.dumps(batches.state_dict()))
     assert state["offset"] == 16 * step > 0
     Path("a.jsonl").write_text(good)
     resumed = batches_of(stream_of(tokenizer, **settings))
     resumed.load_state_dict(state)
-    assert rows_in(resumed.step_batches(0, 16 * step)[0]) == expected[step]
+    assert rows_in(resumed.build_step_batches(0, 16 * step)[0]) == expected[step]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -232,7 +232,7 @@ def test_skipped_records_are_counted_from_any_state(
     stream = stream_of(tokenizer, on_bad_record="skip", **SETTINGS[name])
     batches, states, counts = batches_of(stream, world_size=world_size, accumulation=4 // world_size), [], []
     for step in range(60):
-        batches.step_batches(0, 16 * step)
+        batches.build_step_batches(0, 16 * step)
         states.append(json.loads(json.dumps(batches.state_dict())))
         counts.append(dict(batches.skipped))
     source = next(iter(counts[0]))
@@ -240,5 +240,5 @@ def test_skipped_records_are_counted_from_any_state(
     resumed = batches_of(stream)
     resumed.load_state_dict(states[29])
     for step in range(30, 60):
-        resumed.step_batches(0, 16 * step)
+        resumed.build_step_batches(0, 16 * step)
     assert resumed.skipped == counts[-1]

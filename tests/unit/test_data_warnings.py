@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("own_data_folder")
 
 def stats_of(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> DataStats:
     section = DatasetSection(**({"path": "a.jsonl", "max_length": 64} | settings))
-    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None).stats
+    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None).stats
 
 
 def write_pairs(name: str, *answers: str) -> None:
@@ -39,10 +39,12 @@ def write_chats(name: str, *answers: str) -> None:
 @pytest.mark.parametrize("write", [write_pairs, write_chats])
 def test_empty_answers(tokenizer: PreTrainedTokenizerBase, write: Any) -> None:
     write("a.jsonl", *["red"] * 99, " ")
-    assert not [warning for warning in stats_of(tokenizer).warnings() if "empty" in warning]
+    assert not [warning for warning in stats_of(tokenizer).list_warnings() if "empty" in warning]
     write("a.jsonl", *["red"] * 98, "", "\n")
-    assert "2 of 100 answers are empty; they teach the model not to answer" in stats_of(tokenizer).warnings()
-    assert "warning: 2 of 100 answers are empty; they teach the model not to answer" in stats_of(tokenizer).lines()
+    assert "2 of 100 answers are empty; they teach the model not to answer" in stats_of(tokenizer).list_warnings()
+    assert (
+        "warning: 2 of 100 answers are empty; they teach the model not to answer" in stats_of(tokenizer).format_lines()
+    )
     write("a.jsonl", "", " ", "")
     with pytest.raises(UserError, match=r"dataset.path=a.jsonl: all 3 answers are empty; check the records"):
         stats_of(tokenizer)
@@ -65,11 +67,11 @@ def test_what_the_template_leaves_out_is_counted(tokenizer: PreTrainedTokenizerB
     inline = {"role": "assistant", "content": "<think>Hm.</think>blue"}
     talks = [[ask, thought], [ask, inline], [ask, thought, ask, thought], [ask, inline, ask, inline]]
     Path("a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    lines = stats_of(tokenizer).lines()  # ChatML writes what is in the content, and no field but that
+    lines = stats_of(tokenizer).format_lines()  # ChatML writes what is in the content, and no field but that
     assert [line for line in lines if line.startswith("warning: dataset: 2 of 4 records have reasoning")]
-    lines = stats_of(tokenizer, chat_template=THINKING).lines()  # only that of the last answer, from its field
+    lines = stats_of(tokenizer, chat_template=THINKING).format_lines()  # only that of the last answer, from its field
     assert [line for line in lines if line.startswith("warning: dataset: 3 of 4 records have reasoning")]
-    assert "reasoning" not in str(stats_of(tokenizer, chat_template=THINKING, max_samples=1).lines())
+    assert "reasoning" not in str(stats_of(tokenizer, chat_template=THINKING, max_samples=1).format_lines())
 
 
 def test_nulls_are_padding_in_arrow_alone(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -81,7 +83,7 @@ def test_nulls_are_padding_in_arrow_alone(tokenizer: PreTrainedTokenizerBase) ->
 
     def first_text(path: str) -> str:
         section = DatasetSection(path=path, chat_template=THINKING)
-        data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+        data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)
         assert isinstance(data.train, Samples)
         return str(tokenizer.decode(data.train[0].input_ids))
 
@@ -90,24 +92,26 @@ def test_nulls_are_padding_in_arrow_alone(tokenizer: PreTrainedTokenizerBase) ->
 
 def test_copies_and_held_out_data_that_is_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats("a.jsonl", *["red"] * 20)
-    assert stats_of(tokenizer).warnings() == []
+    assert stats_of(tokenizer).list_warnings() == []
     lines = Path("a.jsonl").read_text().splitlines()
     Path("a.jsonl").write_text("\n".join([*lines, lines[0], lines[3]]))
-    assert stats_of(tokenizer).warnings() == ["9.1% of the documents are exact copies of others"]
+    assert stats_of(tokenizer).list_warnings() == ["9.1% of the documents are exact copies of others"]
     Path("b.jsonl").write_text("\n".join(lines[:5]))
     write_chats("c.jsonl", "one", "two", "three")
     Path("c.jsonl").write_text(Path("c.jsonl").read_text() + lines[0])
-    found = stats_of(tokenizer, evaluation={"path": "c.jsonl"}).warnings()
+    found = stats_of(tokenizer, evaluation={"path": "c.jsonl"}).list_warnings()
     assert "25.0% of the held-out documents are also in the training data, so the held-out loss is too low" in found
-    assert "100.0% of the held-out documents" in str(stats_of(tokenizer, evaluation={"path": "b.jsonl"}).warnings())
+    assert "100.0% of the held-out documents" in str(
+        stats_of(tokenizer, evaluation={"path": "b.jsonl"}).list_warnings()
+    )
     # What a weight repeats is meant.
     write_chats("a.jsonl", "red", "blue")
-    assert stats_of(tokenizer, path=None, mix=[{"path": "a.jsonl", "weight": 3}]).warnings() == []
+    assert stats_of(tokenizer, path=None, mix=[{"path": "a.jsonl", "weight": 3}]).list_warnings() == []
 
 
 def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
     write_pairs("a.jsonl", *["red"] * 8, "red " * 30, "")
-    assert stats_of(tokenizer, max_length=16).warnings() == [
+    assert stats_of(tokenizer, max_length=16).list_warnings() == [
         "1 of 10 answers are empty; they teach the model not to answer",
         "11.1% of the documents are truncated to fit dataset.max_length=16",
         "10.0% of the records are dropped because they have no trained tokens",
@@ -155,7 +159,7 @@ def test_preference_data_is_counted_as_pairs(tokenizer: PreTrainedTokenizerBase,
     """A run that trains on texts refuses them: tests/unit/test_preference.py."""
     Path("a.jsonl").write_text(json.dumps(PREFERENCES[name]) + "\n")
     stats = stats_of(tokenizer)
-    assert (stats.documents, stats.pairs, stats.warnings()) == (1, 1, [])
+    assert (stats.documents, stats.pairs, stats.list_warnings()) == (1, 1, [])
 
 
 def test_rejected_answers_are_never_learned(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -282,13 +286,13 @@ def test_pairs_on_a_chat_model_are_said_to_be_trained_as_text(
 def test_blank_lines_of_text_are_no_records(tokenizer: PreTrainedTokenizerBase) -> None:
     Path("a.txt").write_text("one\n\ntwo\n \n\nthree\n")
     stats = stats_of(tokenizer, path="a.txt")
-    assert (stats.records, stats.documents, stats.dropped, stats.warnings()) == (3, 3, 0, [])
+    assert (stats.records, stats.documents, stats.dropped, stats.list_warnings()) == (3, 3, 0, [])
 
 
 def test_special_tokens_in_the_text_of_a_turn_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats("a.jsonl", "red", "blue<|im_end|>", "nine")
     stats = stats_of(tokenizer)
-    assert stats.control == 1 and "1 conversations have the tokenizer's special tokens" in str(stats.warnings())
+    assert stats.control == 1 and "1 conversations have the tokenizer's special tokens" in str(stats.list_warnings())
     write_pairs("a.jsonl", "red<|im_end|>")
     assert stats_of(tokenizer).control == 0, "who writes text writes the tokens of turns as well"
 
@@ -322,14 +326,14 @@ def test_bad_records_stop_or_are_skipped_and_counted(
     with pytest.raises(UserError, match=needle):
         stats_of(tokenizer, **settings)
     section = DatasetSection(max_length=64, on_bad_record="skip", **settings)
-    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)
     (note,) = [note for note in data.stats.notes if "skipped" in note]
     assert note.startswith("warning: dataset: 2 of 8 records are skipped; first: ") and needle in note
     if not streaming:
         assert (data.stats.skipped, data.stats.documents, data.stats.dropped) == ({"dataset": 2}, 6, 0)
     file.write_bytes(b"\n".join([*head, bad, bad]))
     with pytest.raises(UserError, match=re.sub("line [34]", "line [12]", needle)):
-        prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+        prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)
 
 
 def test_a_number_of_records_is_held_out(tokenizer: PreTrainedTokenizerBase) -> None:

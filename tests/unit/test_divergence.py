@@ -366,7 +366,7 @@ def test_every_token_of_reference_text_counts(tmp_path: Path) -> None:
     section = DatasetSection(path="unused.jsonl", max_length=64, cache_dir=str(tmp_path / "cache"), packing=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     samples = prepare_reference(section, tokenizer, str(path), setting="scu.reference", seed=1)
-    assert len(samples) == 2 and all(all(sample.trained) for sample in samples)
+    assert len(samples) == 2 and all(all(sample.loss_weights) for sample in samples)
 
 
 def test_a_pass_over_reference_text_recomputes_next_to_a_replayed_loss() -> None:

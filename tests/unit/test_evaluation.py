@@ -14,7 +14,7 @@ from trainer.evaluation import Evaluation
 def test_a_held_out_loss_that_is_not_finite_is_told(second: float, words: str) -> None:
     engine: Any = SimpleNamespace(device=torch.device("cpu"), eval=lambda: None, train=lambda: None)
     batches = [SimpleNamespace(sum=1.0, target_count=3), SimpleNamespace(sum=second, target_count=3)]
-    task: Any = SimpleNamespace(evaluation=lambda: batches, counted="images")
+    task: Any = SimpleNamespace(build_evaluation_batches=lambda: batches, batch_units="images")
     said: list[str] = []
 
     def loss(engine: Any, batch: Any, device: torch.device) -> torch.Tensor:

@@ -57,7 +57,7 @@ def test_a_picture_gets_the_size_nearest_in_shape_and_is_cut_little() -> None:
         found = fit_to_bucket(width, height, sizes)
         image = found.apply(Image.new("RGB", (width, height)))
         assert image.size == (found.width, found.height)
-        shown = found.width * found.height / (found.scaled[0] * found.scaled[1])
+        shown = found.width * found.height / (found.scaled_size[0] * found.scaled_size[1])
         assert shown > 0.93, f"{width} x {height} loses {1 - shown:.0%}"
     assert list_bucket_sizes(ImageSection(resolution=512, buckets=False)) == [(512, 512)]
 
@@ -113,7 +113,10 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
             "lora.modules_to_save=[conv_in]: diffusers only loads LoRA; list these layers",
         ),
         ("image.time_shift=3", "image.time_shift=3: only for flow matching"),
-        ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
+        (
+            "training.gradient_checkpointing=selective",
+            "training.gradient_checkpointing=selective: not supported for image models",
+        ),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),
         ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: no such file or folder"),
         ("task=language", "contains an image model; set task: auto"),
@@ -144,12 +147,12 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
         seen = pipeline.vae.encode(pixels[None]).latent_dist
         mirrored = pipeline.vae.encode(pixels[None].flip(-1)).latent_dist
         text, _, pooled, _ = pipeline.encode_prompt([picture.caption], do_classifier_free_guidance=False)
-    mean, std = samples.store.latents(entry.index, flipped=False)
+    mean, std = samples.store.load_latents(entry.index, flipped=False)
     assert torch.equal(mean, seen.mean[0] * pipeline.vae.config.scaling_factor)
     assert torch.equal(std, seen.std[0] * pipeline.vae.config.scaling_factor)
-    flipped, _ = samples.store.latents(entry.index, flipped=True)
+    flipped, _ = samples.store.load_latents(entry.index, flipped=True)
     assert torch.equal(flipped, mirrored.mean[0] * pipeline.vae.config.scaling_factor)
-    conditions = samples.store.conditions(entry.caption)
+    conditions = samples.store.load_conditions(entry.caption)
     torch.testing.assert_close(conditions["text"], text[0])
     torch.testing.assert_close(conditions["pooled"], pooled[0])
 
@@ -192,7 +195,7 @@ def test_inspect_shows_pictures_and_those_of_a_step(root: Path, capsys: pytest.C
     [batches] = batches_of(prepared, ranks=1, accumulation=4)
     assert main([str(root / "run.yaml"), "--step", "2", "--ranks", "2", "seed=3"]) == 0
     shown = [Path(line.partition(":")[0]).name for line in capsys.readouterr().out.splitlines()]
-    assert shown == [Path(prepared.data.train[index].name).name for index in batches.order(0)[4:8].tolist()]
+    assert shown == [Path(prepared.data.train[index].name).name for index in batches.get_order(0)[4:8].tolist()]
 
 
 def batches_of(prepared: Any, *, ranks: int, accumulation: int, **changes: Any) -> list[ImageBatches]:
@@ -209,16 +212,16 @@ def test_two_ranks_draw_what_one_draws(root: Path) -> None:
     prepared = prepare(run_config(root))
     [alone] = batches_of(prepared, ranks=1, accumulation=4)
     both = batches_of(prepared, ranks=2, accumulation=2)
-    whole, taken = alone.step_batches(1, 0)
-    parts = [batches.step_batches(1, 0)[0] for batches in both]
+    whole, taken = alone.build_step_batches(1, 0)
+    parts = [batches.build_step_batches(1, 0)[0] for batches in both]
     assert taken == 4
     apart = [parts[rank][step] for step in range(2) for rank in range(2)]
     for one, other in zip(whole, apart, strict=True):
-        for name in ("latents", "noise", "times"):
+        for name in ("latents", "noise", "timesteps"):
             assert torch.equal(getattr(one.groups[0], name), getattr(other.groups[0], name))
-    again, _ = alone.step_batches(2, 0)
+    again, _ = alone.build_step_batches(2, 0)
     assert not torch.equal(again[0].groups[0].noise, whole[0].groups[0].noise), "every epoch draws again"
-    last, taken = both[1].step_batches(1, 5)
+    last, taken = both[1].build_step_batches(1, 5)
     assert taken == 1 and [batch.target_count for batch in last] == [0, 0], "what fills up does not count"
     assert all(float(group.weights.sum()) == 0 for batch in last for group in batch.groups)
 
@@ -227,11 +230,11 @@ def test_captions_are_dropped_as_often_as_asked(root: Path) -> None:
     prepared = prepare(run_config(root))
     [batches] = batches_of(prepared, ranks=1, accumulation=6, caption_dropout=0.5)
     store = prepared.data.train.store
-    empty = store.conditions(store.captions.index(""))["text"]
+    empty = store.load_conditions(store.captions.index(""))["text"]
     dropped = [
         torch.equal(text, empty)
         for epoch in range(40)
-        for batch in batches.step_batches(epoch, 0)[0]
+        for batch in batches.build_step_batches(epoch, 0)[0]
         for group in batch.groups
         for text in group.conditions["text"]
     ]
@@ -253,10 +256,10 @@ def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None
     draw = Objective(prepared.model_config, ImageSection()).draw_time, ImageSection()
     common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
     both = [ImageBatches(samples, *draw, rank=rank, world_size=2, **common) for rank in range(2)]
-    passes = [[len(each.step_batches(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]
+    passes = [[len(each.build_step_batches(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]
     assert all(one == other for one, other in passes)
     assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"
-    weights = [float(group.weights.sum()) for each in both for group in each.step_batches(0, 0)[0][0].groups]
+    weights = [float(group.weights.sum()) for each in both for group in each.build_step_batches(0, 0)[0][0].groups]
     assert sum(weights) == 4, "what fills up does not count"
     rows = [list(iterate_evaluation_images(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
     assert [len(batch.groups) for batch in rows[0]] == [len(batch.groups) for batch in rows[1]]
@@ -269,7 +272,7 @@ def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     assert len(rows[0]) == len(rows[1])
     assert sum(batch.target_count for part in rows for batch in part) == 4 * len(held_out)
     first = rows[0][0].groups[0]
-    assert first.times.tolist() == [0.125, 0.375, 0.625]
+    assert first.timesteps.tolist() == [0.125, 0.375, 0.625]
 
 
 def test_min_snr_weighs_easy_times_less() -> None:

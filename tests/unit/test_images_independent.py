@@ -87,7 +87,7 @@ def levels(objective: Objective, times: torch.Tensor) -> tuple[torch.Tensor, tor
     """Share of noise in the input of the model, and the time steps that it is given."""
     count = len(times)
     noised = objective.add_noise(torch.zeros(count, 1, 1, 1), torch.ones(count, 1, 1, 1), times)
-    return noised.noisy.flatten(), noised.times
+    return noised.noisy.flatten(), noised.timesteps
 
 
 @pytest.mark.parametrize("shape", ["sd3.5-medium", "sd3.5-large", "flux-dev", "flux2-klein-4b"])

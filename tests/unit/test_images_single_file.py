@@ -150,7 +150,9 @@ def test_a_denoiser_in_one_file_takes_the_rest_from_its_pipeline(
         {"base_model": str(file), "model": {"pipeline": str(origin)}, "output_dir": "run", "dataset": {"path": "x"}}
     )
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", ImageTask.card(config, Path("run"), [], str(tmp_path / "run")), re.S)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", ImageTask.build_model_card(config, Path("run"), [], str(tmp_path / "run")), re.S
+    )
     compile(code, "card", "exec")
     model = re.escape(found.family.model)
     assert re.search(rf'transformer = {model}\.from_single_file\(\s+"\./tuned\.safetensors", config="\./origin"', code)

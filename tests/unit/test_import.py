@@ -212,7 +212,7 @@ def test_imported_prompts_are_what_is_trained_on(folder: Path) -> None:
         "base_model: m\ndatasets: [{path: rows.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 400\n"
         "micro_batch_size: 2\nlearning_rate: 1e-4\nlora_target_linear: true\nsample_packing: false\n"
     )
-    data = prepare_data(config.dataset, tokenizer, seed=1, cache_dir=folder / "cache", max_length_of_model=None)
+    data = prepare_data(config.dataset, tokenizer, seed=1, cache_dir=folder / "cache", model_max_length=None)
     assert isinstance(data.train, Samples) and data.stats.too_long == 1
     head = "Below is an instruction that describes a task"
     tail = ". Write a response that appropriately completes the request.\n\n### Instruction:\n"
@@ -221,7 +221,7 @@ def test_imported_prompts_are_what_is_trained_on(folder: Path) -> None:
         "### Response:\n3<|im_end|>",
         f"{head}{tail}Name one.\n\n### Response:\nRed.<|im_end|>",
     ]
-    learnt = [[i for i, on in zip(s.input_ids, s.trained, strict=True) if on] for s in data.train]
+    learnt = [[i for i, on in zip(s.input_ids, s.loss_weights, strict=True) if on] for s in data.train]
     assert [tokenizer.decode(ids) for ids in learnt] == ["3<|im_end|>", "Red.<|im_end|>"]
 
 
@@ -574,7 +574,7 @@ def test_written_out_chat_templates_train_the_answers(name: str, folder: Path) -
     from transformers import AutoTokenizer
 
     from trainer.data.conversations import ChatEncoder
-    from trainer.data.records import Turns
+    from trainer.data.records import Conversation
 
     make_tokenizer(folder / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -582,10 +582,10 @@ def test_written_out_chat_templates_train_the_answers(name: str, folder: Path) -
     tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<bos>"})
     encoder = ChatEncoder(tokenizer, CHAT_TEMPLATES[name], ("assistant",), None)
     turns = [("system", "be brief"), ("user", "why"), ("assistant", "so"), ("user", "and"), ("assistant", "then")]
-    chat = Turns([{"role": role, "content": text} for role, text in turns])
+    chat = Conversation([{"role": role, "content": text} for role, text in turns])
     (encoded,) = encoder.encode([chat], ["record 1"])
     learnt = tokenizer.decode(
-        [token for token, trained in zip(encoded.input_ids, encoded.trained, strict=True) if trained]
+        [token for token, trained in zip(encoded.input_ids, encoded.loss_weights, strict=True) if trained]
     )
     end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma3": "<end_of_turn>"}
     assert learnt.replace("\n", "") == f"so{end.get(name, '<|end|>')}then{end.get(name, '<|end|>')}"

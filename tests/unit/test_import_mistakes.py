@@ -257,7 +257,7 @@ def test_system_prompts_in_a_column_are_used(folder: Path) -> None:
     turns = [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]
     Path("data/talks.json").write_text(json.dumps([{"conversations": turns, "character": "Be brief."}]))
     config, _ = imported(FACTORY)
-    data = prepare_data(config.dataset, tokenizer, seed=1, cache_dir=folder / "cache", max_length_of_model=None)
+    data = prepare_data(config.dataset, tokenizer, seed=1, cache_dir=folder / "cache", model_max_length=None)
     assert isinstance(data.train, Samples)
     assert "Be brief." in tokenizer.decode(next(iter(data.train)).input_ids)
     info = {"talks": TALKS | {"formatting": "openai", "tags": {"observation_tag": "result"}}}

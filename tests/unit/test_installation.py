@@ -32,7 +32,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def run_small_pass(model: Any) -> object:
+def run_dummy_forward(model: Any) -> object:
     return model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
 
 
@@ -48,7 +48,7 @@ def wanted(folder: Path, **changes: Any) -> PatchPlan:
     config = RunConfig.model_validate(settings)
     nothing = PatchPlan(
         config.training, "reference", True, 32, False, CPU, torch.float32, True, True, 
-        "", "norms", "reference", "", False, run_small_pass,
+        "", "norms", "reference", "", False, run_dummy_forward,
     )  # fmt: skip
     return replace(nothing, **changes)
 

@@ -116,11 +116,11 @@ def rows_of(ground: Path, *records: dict[str, Any], **changes: Any) -> list[tupl
     for sample in prepared.data.train:
         documents = list(split_documents(sample))
         texts = [
-            prepared.tokenizer.decode([i for i, w in zip(one.input_ids, one.trained, strict=True) if w])
+            prepared.tokenizer.decode([i for i, w in zip(one.input_ids, one.loss_weights, strict=True) if w])
             for one in documents
         ]
-        found.append((texts[0], texts[1], max(documents[0].trained) == 1.0))
-        assert len({tuple(one.input_ids[: one.trained.index(max(one.trained))]) for one in documents}) == 1
+        found.append((texts[0], texts[1], max(documents[0].loss_weights) == 1.0))
+        assert len({tuple(one.input_ids[: one.loss_weights.index(max(one.loss_weights))]) for one in documents}) == 1
     return found
 
 

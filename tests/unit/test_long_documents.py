@@ -21,7 +21,7 @@ def prepared(folder: Path, characters: int, max_length: int) -> tuple[PreparedDa
     begin = time.perf_counter()
     data = prepare_data(
         DatasetSection.model_validate(settings), build_byte_tokenizer(), seed=0, cache_dir=folder / "cache",
-        max_length_of_model=None,
+        model_max_length=None,
     )  # fmt: skip
     return data, time.perf_counter() - begin
 
@@ -41,4 +41,4 @@ def test_a_document_of_millions_of_characters_takes_linear_time_and_memory(tmp_p
 def test_what_is_cut_is_reported(length: int, tmp_path: Path) -> None:
     data, _ = prepared(tmp_path, 300_000, length)
     assert data.stats.truncated == 1 and data.stats.tokens == length
-    assert any("are truncated to fit dataset.max_length=65536" in warning for warning in data.stats.warnings())
+    assert any("are truncated to fit dataset.max_length=65536" in warning for warning in data.stats.list_warnings())

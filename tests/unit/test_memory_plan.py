@@ -401,7 +401,7 @@ def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, PreparedRun]) 
     lengths = Lengths.from_samples(config, found.data.train)
     samples = [found.data.train[index] for index in range(20)]
     assert lengths.longest == max(len(sample.input_ids) for sample in samples) < config.dataset.max_length
-    assert lengths.targets == max(sum(sample.trained[1:]) for sample in samples) > 0
+    assert lengths.targets == max(sum(sample.loss_weights[1:]) for sample in samples) > 0
     assert lengths.samples == 20
 
 

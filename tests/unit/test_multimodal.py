@@ -73,10 +73,10 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     decided = plan_memory(Planner, config, prepared, ranks, CPU, "fp32").decisions
     task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
     model, lines = Builder(config, decided, task, ranks, CPU, "fp32").build_model()
-    token_loss, pad = task.loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id
+    token_loss, pad = task.build_loss(model, fused_head=decided.fused_head.value), prepared.tokenizer.pad_token_id
     check_causal(token_loss, model, pad, CPU, config.base_model)
     task.flat_packs = config.dataset.packing and separate_documents(token_loss, model, pad, CPU)
-    batches = task.batches()
+    batches = task.build_batches()
     optimizer = build_optimizer(model, training, config.lora, fused=False)
     assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
     schedule = build_schedule(optimizer, training, training.max_steps)
@@ -85,7 +85,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     check: GradientCheck | None = GradientCheck(model)
     epoch = offset = 0
     for _ in range(training.max_steps):
-        parts, taken = batches.step_batches(epoch, offset)
+        parts, taken = batches.build_step_batches(epoch, offset)
         targets, total = sum(part.target_count for part in parts), 0.0
         for part in parts:
             loss = token_loss(model, part, CPU)

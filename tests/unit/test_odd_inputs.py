@@ -657,7 +657,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["lora.adapter_path={empty}"], r"empty.jinja: is a file; use the folder of a PEFT adapter$"),
         (
             ["dataset.path=file:///x.jsonl"],
-            r"file:///x.jsonl: URLs of this kind cannot be read; write it without file://",
+            r"file:///x.jsonl: this kind of URL is not supported; write it without file://",
         ),
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
         (

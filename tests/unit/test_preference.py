@@ -252,13 +252,13 @@ def pairs_of(ground: Path, *records: dict[str, Any], **changes: Any) -> tuple[li
     prepared = prepare(load_config(ground / "base.yaml", given).config)
     assert isinstance(prepared.data.train, Samples)
     documents = [document for sample in prepared.data.train for document in split_documents(sample)]
-    return documents, prepared.data.stats.lines(), prepared.tokenizer
+    return documents, prepared.data.stats.format_lines(), prepared.tokenizer
 
 
 def trained_text(document: Sample, tokenizer: Any) -> tuple[str, str]:
     """The prompt and the trained part."""
-    at, end = document.trained.index(True), len(document.trained) - document.trained[::-1].index(True)
-    assert all(document.trained[at:end])
+    at, end = document.loss_weights.index(True), len(document.loss_weights) - document.loss_weights[::-1].index(True)
+    assert all(document.loss_weights[at:end])
     return tokenizer.decode(document.input_ids[:at]), tokenizer.decode(document.input_ids[at:end])
 
 
@@ -334,7 +334,7 @@ def test_long_prompts_are_cut_and_answers_never(ground: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "equal": (PAIR | {"rejected": "cat red"}, "record 2: chosen and rejected are equal"),
+    "equal": (PAIR | {"rejected": "cat red"}, "record 2: chosen and rejected are identical"),
     "empty": (PAIR | {"rejected": " "}, "record 2: rejected is empty"),
     "missing": ({"prompt": "red", "chosen": "cat"}, "record 2: rejected is missing"),
     "other prompts": (

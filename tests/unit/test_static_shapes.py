@@ -98,18 +98,18 @@ def test_documents_of_a_flat_pack_keep_their_bounds() -> None:
 def test_only_documents_of_one_length_are_taken_for_that() -> None:
     """4 x 16 = 64 would be computed as rows of a batch."""
     even = choose_shape(collate_samples([sample(16, 16, 16, 16)], 0, packed=True, flat=True))
-    assert even.is_even and (even.documents, even.longest) == (4, 16)
+    assert even.has_equal_documents and (even.documents, even.longest) == (4, 16)
     for lengths in ((10, 16, 16, 22), (30, 34), (1, 63), (60,), (8, 8, 16, 16, 16)):
         batch = collate_samples([sample(*lengths)], 0, packed=True, flat=True)
         shape = choose_shape(batch)
-        assert not shape.is_even or lengths == (60,)
-        assert not even.fits(shape) and shape.fits(shape)
-        assert max(lengths) <= shape.longest and (shape.is_even or len(lengths) < shape.documents)
+        assert not shape.has_equal_documents or lengths == (60,)
+        assert not even.can_hold(shape) and shape.can_hold(shape)
+        assert max(lengths) <= shape.longest and (shape.has_equal_documents or len(lengths) < shape.documents)
 
 
 def test_a_larger_shape_holds_a_smaller_one_of_as_many_tokens() -> None:
     large = StaticShape(1, 512, 256, True, 16, 256)
-    assert large.fits(StaticShape(1, 512, 64, True, 8, 128))
+    assert large.can_hold(StaticShape(1, 512, 64, True, 8, 128))
     for other in (
         StaticShape(1, 512, 320, True, 8, 128),
         StaticShape(1, 512, 64, True, 32, 128),
@@ -118,7 +118,7 @@ def test_a_larger_shape_holds_a_smaller_one_of_as_many_tokens() -> None:
         StaticShape(2, 512, 64, True, 8, 128),
         StaticShape(1, 512, 64),
     ):
-        assert not large.fits(other)
+        assert not large.can_hold(other)
 
 
 def test_padding_is_a_sixteenth_at_most() -> None:

@@ -133,7 +133,7 @@ def test_few_steps_are_said_with_what_to_change() -> None:
     packed = config_of({"packing": True, "val_split": 0.05}, epochs=3, batch_size=8, gradient_accumulation_steps=2)
     (line,) = list_step_warnings(packed, 7, 1)
     assert line == (
-        "3 optimizer steps in total, the first of them at a learning rate of 0 (7 samples, 16 per step): too few to "
+        "3 optimizer steps in total, the first one with a learning rate of 0 (7 samples, 16 per step): too few to "
         "learn much; set training.global_batch_size=auto, or more training.epochs, or dataset.packing=false"
     )
     assert list_step_warnings(config_of(epochs=3, batch_size=1), 7, 1) == [], "21 steps"

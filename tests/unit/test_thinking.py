@@ -109,7 +109,7 @@ def test_the_last_answer_alone() -> None:
         document: Any = encode(tokenizer, TALK, train_on=train_on, thinking="strip")
         assert trained_texts(tokenizer, document) == expected
     document = encode(tokenizer, [*TALK[:3], TALK[3] | {"weight": 0.25}], train_on="last", thinking="strip")
-    assert set(document.trained) == {0.0, 0.25}
+    assert set(document.loss_weights) == {0.0, 0.25}
 
 
 def test_turns_weigh_what_their_records_say() -> None:
@@ -117,13 +117,15 @@ def test_turns_weigh_what_their_records_say() -> None:
     messages = [TALK[0], turn("assistant", "Blue.", weight=0.5), TALK[2], turn("assistant", "Ten.", masked=0.9)]
     document = encode(tokenizer, messages)
     of_weights = {
-        weight: tokenizer.decode([t for t, w in zip(document.input_ids, document.trained, strict=True) if w == weight])
-        for weight in sorted(set(document.trained))
+        weight: tokenizer.decode(
+            [t for t, w in zip(document.input_ids, document.loss_weights, strict=True) if w == weight]
+        )
+        for weight in sorted(set(document.loss_weights))
     }
     assert list(of_weights) == pytest.approx([0.0, 0.1, 0.5])
     assert list(of_weights.values())[1:] == [f"Ten.{END}", f"Blue.{END}"]
     whole = encode(tokenizer, [TALK[0], turn("assistant", "Blue.", weight=1.0)])
-    assert set(whole.trained) == {False, True}
+    assert set(whole.loss_weights) == {False, True}
 
 
 # Writes how long a text is, which no marker around it may change.

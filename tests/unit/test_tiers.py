@@ -23,7 +23,7 @@ from tests.tiny import make_model
 from trainer.commands.estimate import main as estimate
 from trainer.config import UserError
 from trainer.data.conversations import ChatEncoder
-from trainer.data.records import Turns
+from trainer.data.records import Conversation
 
 CPU = Machine("CPU", on_gpu=False)
 
@@ -369,8 +369,8 @@ def test_a_base_model_without_a_template_is_given_alpacas(tmp_path: Path) -> Non
     shown = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
     assert shown == f"### Instruction:\nSay it.\n\n### Response:\nIt.{tokenizer.eos_token}"
     encoder = ChatEncoder(tokenizer, template, ["assistant"], None)
-    [document] = encoder.encode([Turns(turns)], ["here"])
-    learnt = [token for token, trained in zip(document.input_ids, document.trained, strict=True) if trained]
+    [document] = encoder.encode([Conversation(turns)], ["here"])
+    learnt = [token for token, trained in zip(document.input_ids, document.loss_weights, strict=True) if trained]
     assert tokenizer.decode(learnt) == f"It.{tokenizer.eos_token}"
 
 

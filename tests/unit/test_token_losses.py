@@ -111,7 +111,7 @@ def test_weights_belong_to_their_tokens_in_every_layout(model: Any, layout: str,
     for document in DOCUMENTS:
         ids = torch.tensor([document.input_ids])
         losses = PUBLISHED[name](model(input_ids=ids).logits[0, :-1], ids[0, 1:])
-        weights = torch.tensor(document.trained[1:], dtype=torch.float32)
+        weights = torch.tensor(document.loss_weights[1:], dtype=torch.float32)
         wanted, count = wanted + (losses * weights).sum().item(), count + float(weights.sum())
     loss = TokenLoss(model, fused=None if fused else False, kind=LossKind(name, PARAMETERS[name]))
     assert loss(model, batch, CPU).item() == pytest.approx(wanted, rel=1e-5)

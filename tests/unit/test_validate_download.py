@@ -46,7 +46,7 @@ def test_validate_describes_the_run_and_writes_nothing(config: Path, capsys: pyt
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
     assert lines["steps"] == ("4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks")
-    assert lines["warning"].startswith("4 optimizer steps in total, the first of them at a learning rate of 0 (18 s")
+    assert lines["warning"].startswith("4 optimizer steps in total, the first one with a learning rate of 0 (18 s")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
 
@@ -126,7 +126,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
     ("override", "line"),
     [
         ("training.max_steps=7", "accumulation 2 x 2 ranks"),
-        ("training.batch_size=auto", "steps: 2 epochs of 18 samples; batch_size is chosen at the start"),
+        ("training.batch_size=auto", "steps: 2 epochs of 18 samples; batch_size is chosen when training starts"),
         (
             "training.global_batch_size=12",
             "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks",
@@ -134,7 +134,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
         ("adapter=none", "adapter: none, all weights are trained"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above the usual rates of AdamW"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
-        ("training.global_batch_size=18", "warning: 2 optimizer steps in total, the first of them at"),
+        ("training.global_batch_size=18", "warning: 2 optimizer steps in total, the first one with"),
         ("lora.init=pissa", "adapter: r=4 on an unquantized base"),
     ],
 )
@@ -172,7 +172,7 @@ def test_groups_of_shards_are_those_of_all_ranks(config: Path, capsys: pytest.Ca
 
 def test_steps_of_a_micro_batch_that_is_still_open(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate.main([str(config), "training.batch_size=auto", "training.max_steps=7"]) == 0
-    assert "steps: 7; batch_size is chosen at the start" in capsys.readouterr().out
+    assert "steps: 7; batch_size is chosen when training starts" in capsys.readouterr().out
 
 
 NO_NETWORK = """

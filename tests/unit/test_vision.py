@@ -36,7 +36,7 @@ from trainer.commands import evaluate, generate, inspect, merge
 from trainer.commands.export.__main__ import export
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_features import FeatureFiles
-from trainer.data.image_parts import IMAGE, decode_image, read_stored
+from trainer.data.image_parts import IMAGE, decode_image, read_stored_image
 from trainer.data.samples import Samples, split_documents
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
@@ -177,12 +177,12 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
         model, _ = Builder(config, decided, task, ranks, CPU, "fp32").build_model()
         if attention == VARLEN:
             set_varlen(model.get_base_model())
-        loss = task.loss(model, fused_head=decided.fused_head.value)
+        loss = task.build_loss(model, fused_head=decided.fused_head.value)
         task.flat_packs = separate_documents(loss, model, prepared.tokenizer.pad_token_id, CPU)
         assert task._images is not None and isinstance(prepared.data.train, Samples)
         cache = root / "cache"
         task._images = cache_features(task._images, model, prepared.data.train, cache, CPU, print)
-        [batch], _ = task.batches().step_batches(0, 0)
+        [batch], _ = task.build_batches().build_step_batches(0, 0)
         assert (batch.cu_seqlens is not None) == (attention == VARLEN) and batch.images
         losses[attention] = float(loss(model, batch, CPU).detach())
     assert losses[VARLEN] == pytest.approx(losses["sdpa"], rel=1e-6)
@@ -251,7 +251,7 @@ def test_every_form_of_images_gives_the_same_document(root: Path, tmp_path: Path
         data = read(root, write_records(tmp_path / f"{number}.jsonl", record))
         [sample] = data.train
         assert len(sample.images[0]) == 1
-        found.append((sample.input_ids, decode_image(read_stored(sample.images[0][0])[0], "").tobytes()))
+        found.append((sample.input_ids, decode_image(read_stored_image(sample.images[0][0])[0], "").tobytes()))
     assert all(each == found[0] for each in found)
 
 
@@ -268,7 +268,7 @@ def test_a_parquet_file_with_images_is_read(root: Path, tmp_path: Path) -> None:
     rows = {"messages": [messages], "images": [[str(picture(tmp_path))]]}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     [sample] = read(root, tmp_path / "rows.parquet").train
-    assert decode_image(read_stored(sample.images[0][0])[0], "").size == (40, 40)
+    assert decode_image(read_stored_image(sample.images[0][0])[0], "").size == (40, 40)
 
 
 def test_only_answers_are_trained_and_never_the_tokens_of_an_image(root: Path, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_only_answers_are_trained_and_never_the_tokens_of_an_image(root: Path, t
         prepared = prepare(run_config(root, "qwen2_5_vl", dataset__path=str(file), dataset__train_on=trains))
         assert prepared.images is not None
         [sample] = prepared.data.train
-        trained = [token for token, weight in zip(sample.input_ids, sample.trained, strict=True) if weight]
+        trained = [token for token, weight in zip(sample.input_ids, sample.loss_weights, strict=True) if weight]
         places = [token in prepared.images.token_ids for token in sample.input_ids]
         assert any(places) and not any(token in prepared.images.token_ids for token in trained)
         assert prepared.tokenizer.decode(trained).endswith(
@@ -457,7 +457,7 @@ def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root
             inputs = processed(prepared, document)
             with torch.no_grad():
                 logs = model(**inputs, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            trained = torch.tensor(document.trained[1:]) > 0
+            trained = torch.tensor(document.loss_weights[1:]) > 0
             means.append(logs.gather(1, inputs["input_ids"][0, 1:, None])[trained].mean())
     chosen, rejected = torch.stack(means[::2]), torch.stack(means[1::2])
     wanted = -torch.nn.functional.logsigmoid(2.0 * (chosen - rejected) - 0.5).mean()

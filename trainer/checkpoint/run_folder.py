@@ -219,7 +219,7 @@ class RunFolder:
         Set `must_have_moved` if the learning rate has been above zero: writing then fails if B is still zero.
         """
         model, is_full_training = engine.module, self._config.adapter == "none"
-        write_companions = self._task.companion_files() if self._ranks.is_main else None
+        write_companions = self._task.prepare_companion_files() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
 
         def write(folder: Path) -> None:
@@ -236,5 +236,6 @@ class RunFolder:
 
     def _write_card(self, result: Path) -> None:
         if self._config.adapter != "none" and not is_user_written_card(self.path / CARD):
-            card = self._task.card(self._config, self.path, read_metrics(self.path), str(self.path.resolve()))
+            path, records = str(self.path.resolve()), read_metrics(self.path)
+            card = self._task.build_model_card(self._config, self.path, records, path)
             (result / CARD).write_text(card, encoding="utf-8")

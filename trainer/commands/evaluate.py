@@ -91,7 +91,7 @@ def evaluate(
     inputs = None if images is None else build_image_inputs(images, model, every_rank=False)
     base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
     # The first token of a document is not predicted.
-    tokens = np.array([sum(weight > 0 for weight in document.trained[1:]) for document in documents], dtype=np.float64)
+    tokens = np.array([sum(weight > 0 for weight in each.loss_weights[1:]) for each in documents], dtype=np.float64)
     results: dict[str, Any] = {"documents": len(documents), "target_tokens": int(tokens.sum())}
     for part, values in bootstrap(base, adapter, tokens, resamples=resamples, seed=seed).items():
         results[part] = {}
@@ -126,10 +126,10 @@ def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
     """Return loss, accuracy and margin for base, adapter and difference, with intervals over pairs (KTO: answers)."""
-    loss = find_task(config).pair_loss(model, config)
+    loss = find_task(config).build_pair_loss(model, config)
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
-    results: dict[str, Any] = {loss.unit: pairs, "base": {}, "adapter": {}, "difference": {}}
+    results: dict[str, Any] = {loss.results_key: pairs, "base": {}, "adapter": {}, "difference": {}}
     for name, base, adapter in zip(PAIR_COLUMNS, *values, strict=True):
         intervals = bootstrap(base, adapter, np.ones(pairs), resamples=resamples, seed=config.seed)
         for part, interval in intervals.items():
@@ -178,7 +178,9 @@ def load_held_out_samples(
         section = section.model_copy(update=reset | fields)
     try:
         model_config = load_model_config(run.config.base_model, run.config.model)
-        files = PreparedRun(tokenizer, model_config, None, longest=get_context_length(model_config), images=images)
+        files = PreparedRun(
+            tokenizer, model_config, None, context_length=get_context_length(model_config), images=images
+        )
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
         has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
         find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)

@@ -37,7 +37,7 @@ from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import sanitize, to_text
 from trainer.data.image_parts import IMAGE
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
-from trainer.data.records import Turns
+from trainer.data.records import Conversation
 from trainer.data.vision import PromptImages
 from trainer.model.answers import GREEDY, encode_prompt, generate_texts
 from trainer.model.base import get_context_length
@@ -199,8 +199,9 @@ def read_stdin_prompts(terminal: bool) -> Iterator[str]:
 
 def replace_invalid(prompt: Prompt) -> Prompt:
     """Replace lone surrogates and bytes that are not UTF-8 with U+FFFD, and print a note to stderr."""
-    if isinstance(prompt, Turns):
-        return Turns([turn | {"content": replace_invalid(turn["content"])} for turn in prompt.messages], prompt.tools)
+    if isinstance(prompt, Conversation):
+        messages = [turn | {"content": replace_invalid(turn["content"])} for turn in prompt.messages]
+        return Conversation(messages, prompt.tools)
     if isinstance(prompt, list):
         return [turn | {"content": replace_invalid(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)

@@ -39,7 +39,8 @@ def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
     if not is_user_written_card(card):
-        card.write_text(find_task_class(run).card(run.config, run.run_dir, read_records(run), repo), encoding="utf-8")
+        text = find_task_class(run).build_model_card(run.config, run.run_dir, read_records(run), repo)
+        card.write_text(text, encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -24,7 +24,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         shared = [line for line in by_run[0] if all(line in lines for lines in by_run)]
         named = zip((Path(run.output_dir).name for run in config.runs), by_run, strict=True)
         return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
-    config = config.fit_max_length(prepared.longest)
+    config = config.fit_max_length(prepared.context_length)
     model, lines = find_model_kind(config).describe(config, prepared)
     trained = None
     if config.adapter == "none":
@@ -33,7 +33,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         trained, adapter_lines = _describe_adapter(config, model)
         lines += adapter_lines
     lines += [note if note.startswith("warning: ") else f"note: {note}" for note in prepared.notes]
-    lines += [f"data: {line}" for line in prepared.data.stats.lines()]
+    lines += [f"data: {line}" for line in prepared.data.stats.format_lines()]
     samples, data_ranks = count_samples(prepared), config.data_ranks(ranks)
     if trained is not None and samples is not None:
         warning = build_capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)

@@ -127,7 +127,7 @@ def choose_settings(request: TailorRequest) -> tuple[Settings, list[str]]:
 
 def _build_profile(prepared: PreparedRun, context: int | None) -> Profile:
     assert isinstance(prepared.data.train, Samples)
-    tokens, targets = prepared.data.train.lengths()
+    tokens, targets = prepared.data.train.count_tokens()
     model = build_empty_model(prepared.model_config, ModelSection())
     model.tie_weights()
     size = sum(parameter.numel() for parameter in model.parameters())

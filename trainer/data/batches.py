@@ -39,7 +39,7 @@ class SequencePart:
     group: Any = None
     """Process group of the ranks that share a sequence."""
 
-    def cut(self, batch: "MicroBatch") -> "MicroBatch":
+    def slice_batch(self, batch: "MicroBatch") -> "MicroBatch":
         """Return this rank's part of a flat batch [1, T], where T is a multiple of `size`.
 
         Targets are already shifted, so the target of a part's last token is the first token of the next part. The
@@ -142,7 +142,7 @@ class GlobalBatches:
     def global_batch_size(self) -> int:
         return self.batch_size * self.accumulation * self.world_size
 
-    def parts(self) -> list[slice]:
+    def list_rank_slices(self) -> list[slice]:
         """Return this rank's slices of a global batch, one per micro-step."""
         stride = self.batch_size * self.world_size
         firsts = [step * stride + self.rank * self.batch_size for step in range(self.accumulation)]
@@ -152,7 +152,7 @@ class GlobalBatches:
 class Batches(GlobalBatches):
     """Provides this rank's part of every global batch. The order of an epoch depends only on the seed and the epoch.
 
-    `by_tokens` selects `dataset.batching: tokens`; `layout` is passed to `collate_samples`.
+    `by_tokens` selects `dataset.batching: tokens`; `collate_options` is passed to `collate_samples`.
     """
 
     def __init__(
@@ -166,35 +166,35 @@ class Batches(GlobalBatches):
         seed: int,
         shuffle: bool,
         by_tokens: bool = False,
-        **layout: Any,
+        **collate_options: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples = samples
-        self._lengths = samples.lengths()[0] if by_tokens else None
+        self._lengths = samples.count_tokens()[0] if by_tokens else None
         self.seed, self.shuffle = seed, shuffle
-        self._layout = {"packed": samples.packed, **layout}
+        self._collate_options = {"packed": samples.packed, **collate_options}
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
     def samples_per_epoch(self) -> int:
         return len(self.samples)
 
-    def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
+    def build_step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks.
 
         The last step in an epoch has only the remaining samples. A micro-step with no sample for this rank has one row
         without targets, so that every rank runs the same number of micro-steps.
         """
-        selected = self.order(epoch)[offset : offset + self.global_batch_size]
+        selected = self.get_order(epoch)[offset : offset + self.global_batch_size]
         if self._lengths is None:
-            micro_batches = [selected[part] for part in self.parts()]
+            micro_batches = [selected[part] for part in self.list_rank_slices()]
         else:
             parts = balance_tokens(self._lengths[selected], self.accumulation * self.world_size)
             micro_batches = [selected[part] for part in parts[self.rank :: self.world_size]]
         rows = [[self.samples[index] for index in indices.tolist()] for indices in micro_batches]
-        return [collate_samples(part, **self._layout) for part in rows], len(selected)
+        return [collate_samples(part, **self._collate_options) for part in rows], len(selected)
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
+    def get_order(self, epoch: int) -> NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
             count = len(self.samples)
             generator = np.random.default_rng([self.seed, epoch])
@@ -210,7 +210,7 @@ class StreamBatches(GlobalBatches):
 
     When the stream ends, it restarts as the next epoch. Consecutive steps continue the stream. A repeated step, or the
     first one after `load_state_dict`, starts from the saved state; for any other offset, the stream is read again from
-    the beginning. With `gather`, tokenization is split across ranks. `layout` is passed to `collate_samples`.
+    the beginning. With `gather`, tokenization is split across ranks. `collate_options` is passed to `collate_samples`.
     """
 
     def __init__(
@@ -222,14 +222,14 @@ class StreamBatches(GlobalBatches):
         rank: int,
         world_size: int,
         gather: Gather | None = None,
-        **layout: Any,
+        **collate_options: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.stream, self._gather = stream, gather
-        self._layout = {"packed": stream.packed, **layout}
+        self._collate_options = {"packed": stream.packed, **collate_options}
         self._position = -1
         self._epoch = 0
-        self._in_epoch = 0  # number of samples read so far in this epoch
+        self._samples_in_epoch = 0  # number of samples read so far in this epoch
         self._samples: MixedStream | PackedStream | None = None
         self._remaining: Iterator[Sample] = iter(())
         self._state: dict[str, Any] = {}  # state before the last step
@@ -239,7 +239,7 @@ class StreamBatches(GlobalBatches):
     def samples_per_epoch(self) -> None:
         """None, since a stream is one endless epoch."""
 
-    def step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
+    def build_step_batches(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks.
 
         `epoch` is ignored. Raises UserError, and keeps the state from before the step, if the data cannot be read or
@@ -253,7 +253,8 @@ class StreamBatches(GlobalBatches):
         except UserError:
             self._samples, self._position = None, -1
             raise
-        return [collate_samples(samples[part], **self._layout) for part in self.parts()], len(samples)
+        parts = [samples[part] for part in self.list_rank_slices()]
+        return [collate_samples(part, **self._collate_options) for part in parts], len(samples)
 
     def state_dict(self) -> dict[str, Any]:
         if self._samples is None:  # nothing has been read since the run resumed
@@ -261,13 +262,13 @@ class StreamBatches(GlobalBatches):
         return {
             "offset": self._position,
             "epoch": self._epoch,
-            "in_epoch": self._in_epoch,
+            "in_epoch": self._samples_in_epoch,
             "skipped": self._skipped,
             "samples": self._samples.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the stream position. `step_batches` resumes there if its `offset` matches the state's."""
+        """Restore the stream position. `build_step_batches` resumes there if its `offset` matches the state's."""
         self._state = state
         self._position = -1
 
@@ -280,7 +281,7 @@ class StreamBatches(GlobalBatches):
             return
         self._position = offset
         self._start(int(state["epoch"]), state["samples"])
-        self._in_epoch = int(state["in_epoch"])
+        self._samples_in_epoch = int(state["in_epoch"])
         self._skipped = state.get("skipped", {})
 
     @property
@@ -290,7 +291,7 @@ class StreamBatches(GlobalBatches):
         return {source: self._skipped.get(source, 0) + count for source, count in self._samples.skipped.items()}
 
     def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
-        self._epoch, self._in_epoch = epoch, 0
+        self._epoch, self._samples_in_epoch = epoch, 0
         self._samples = self.stream.read(epoch, state, self.rank, self._gather)
         self._remaining = iter(self._samples)
 
@@ -300,8 +301,8 @@ class StreamBatches(GlobalBatches):
             sample = next(self._remaining, None)
             if sample is not None:
                 samples.append(sample)
-                self._in_epoch += 1
-            elif self._in_epoch:
+                self._samples_in_epoch += 1
+            elif self._samples_in_epoch:
                 self._skipped = self.skipped
                 self._start(self._epoch + 1, None)
             else:
@@ -313,13 +314,13 @@ class StreamBatches(GlobalBatches):
 
 
 def iterate_evaluation_batches(
-    samples: Samples, *, batch_size: int, rank: int, world_size: int, **layout: Any
+    samples: Samples, *, batch_size: int, rank: int, world_size: int, **collate_options: Any
 ) -> Iterator[MicroBatch]:
     """Yield this rank's batches for one pass, in order. All ranks get the same number, so some may have no targets."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
-        yield collate_samples(rows, packed=samples.packed, **layout)
+        yield collate_samples(rows, packed=samples.packed, **collate_options)
 
 
 def collate_samples(
@@ -348,15 +349,15 @@ def collate_samples(
             batch = collate_samples(rows, pad_token_id, packed=packed, flat=flat, sequence=sequence, images=images)
         if sequence is not None:  # every rank needs the labels of all answers
             batch = replace(batch, weights=_collect_weights(documents, list(map(_build_targets, documents))))
-        counts = [sum(weight > 0 for weight in document.trained[1:]) for document in documents]
+        counts = [sum(weight > 0 for weight in document.loss_weights[1:]) for document in documents]
         fields = {name: [value for sample in samples for value in getattr(sample, name)] for name in _PAIR_FIELDS}
         tensors: dict[str, Any] = {name: torch.tensor(values) for name, values in fields.items() if values}
         return PairBatch(**vars(batch), document_targets=torch.tensor(counts, dtype=torch.long), **tensors)
     tokens = sum(len(sample.input_ids) for sample in samples)
     if images is not None:
-        rows = images.fill(samples)
+        rows = images.append_dummy(samples)
         batch = collate_samples(rows, pad_token_id, packed=packed, flat=flat)
-        return replace(batch, tokens=tokens, images=images.build(batch.input_ids, batch.position_ids, rows))
+        return replace(batch, tokens=tokens, images=images.build_inputs(batch.input_ids, batch.position_ids, rows))
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if sequence is not None and (short := -sum(len(row.input_ids) for row in rows) % sequence.size):
         rows.append(Sample([pad_token_id] * short, [False] * short, [short]))
@@ -364,7 +365,7 @@ def collate_samples(
     weights = _collect_weights(rows, row_targets)
     if flat:
         batch = _join_rows(rows, row_targets, tokens, weights)
-        return batch if sequence is None else sequence.cut(batch)
+        return batch if sequence is None else sequence.slice_batch(batch)
     lengths = torch.tensor([len(row.input_ids) for row in rows])
     longest = int(lengths.max())
     input_ids = torch.full((len(rows), longest), pad_token_id)
@@ -432,7 +433,7 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
 def _build_targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
-    targets[:-1] = np.where(np.asarray(sample.trained[1:]) > 0, ids[1:], IGNORED)
+    targets[:-1] = np.where(np.asarray(sample.loss_weights[1:]) > 0, ids[1:], IGNORED)
     # The first token of a document is not a target: in a pack, the token before it belongs to another document.
     targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
     return targets
@@ -441,7 +442,7 @@ def _build_targets(sample: Sample) -> NDArray[np.int64]:
 def _collect_weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
     """Return the fp32 weights of all rows' targets; None if all weights are 1."""
     positions = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
-    parts = [np.asarray(row.trained, dtype=np.float32)[at] for row, at in zip(rows, positions, strict=True)]
+    parts = [np.asarray(row.loss_weights, dtype=np.float32)[at] for row, at in zip(rows, positions, strict=True)]
     weights = np.concatenate(parts)
     return torch.from_numpy(weights) if (weights != 1.0).any() else None
 

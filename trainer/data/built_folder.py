@@ -85,7 +85,7 @@ def _build_locked(
         os.rename(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    note = f"the cached data in {folder} was damaged ({' '.join(str(damage).split())}) and is rebuilt"
+    note = f"the cached data in {folder} was damaged ({' '.join(str(damage).split())}) and has been rebuilt"
     return load(folder), note if damage else None
 
 

@@ -21,7 +21,7 @@ from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.formats import UNPAIRED
 from trainer.data.grouping import DataStats, Sources, group_documents, read_columns
-from trainer.data.image_parts import FILE, get_stored_file, has_changed
+from trainer.data.image_parts import FILE, get_stored_file, has_file_changed
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.sources import compute_content_key
 from trainer.data.streams import inspect_stream, stream_samples
@@ -51,7 +51,7 @@ def prepare_data(
     *,
     seed: int,
     cache_dir: Path,
-    max_length_of_model: int | None,
+    model_max_length: int | None,
     check: Callable[[DataStats], object] = lambda stats: None,
     images: ImageReader | None = None,
 ) -> PreparedData:
@@ -59,16 +59,15 @@ def prepare_data(
 
     Several processes may call this at once: the first one builds the cache, and the others wait and then read it. An
     interrupted build is never mistaken for a complete one. Raises UserError for mistakes in the data, including those
-    found by `check`, and for a `max_length` above `max_length_of_model`, the size of the model's position table.
+    found by `check`, and for a `max_length` above `model_max_length`, the size of the model's position table.
     """
-    if max_length_of_model is not None and section.max_length > max_length_of_model:
+    if model_max_length is not None and section.max_length > model_max_length:
         raise UserError(
-            f"dataset.max_length={section.max_length}: the model only has positions for {max_length_of_model} tokens; "
-            f"use {max_length_of_model} or less"
+            f"dataset.max_length={section.max_length}: the model only has positions for {model_max_length} tokens; "
+            f"use {model_max_length} or less"
         )
-    train: Sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(section.mix)] or [
-        ("dataset", section)
-    ]
+    train: Sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(section.mix)]
+    train = train or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
     encoder = DocumentEncoder(tokenizer, section, images)
     streamed = train if section.streaming else []
@@ -132,7 +131,7 @@ def _identify_data(section: DatasetSection, encoder: DocumentEncoder, sources: S
         "template": encoder.chat.template if encoder.chat else None,
         "tokenizer": xxhash.xxh3_128_hexdigest(encoder.tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
-        "images": encoder.images.key if encoder.images else None,
+        "images": encoder.images.settings_digest if encoder.images else None,
         "transformers": transformers.__version__,
     }
 
@@ -166,10 +165,8 @@ def _build_cache(
 def _load_cache(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
     """Return a cache folder's training samples, held-out samples and statistics; the documents are memory-mapped."""
     stats = _STATS.validate_json((folder / "stats.json").read_bytes())
-    files = sorted(folder.glob("source-*.arrow"))
-    documents = pyarrow.concat_tables(
-        pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all() for file in files
-    )
+    maps = [pyarrow.memory_map(str(file)) for file in sorted(folder.glob("source-*.arrow"))]
+    documents = pyarrow.concat_tables(pyarrow.ipc.open_stream(each).read_all() for each in maps)
     _check_images(documents)
     samples: list[Samples | None] = []
     with np.load(folder / "index.npz") as index:
@@ -184,7 +181,7 @@ def _check_images(documents: pyarrow.Table) -> None:
     for chunk in documents.column("images").chunks:
         stored = chunk.flatten()
         for reference in stored.filter(pc.starts_with(stored, FILE)).unique().to_pylist():
-            if has_changed(reference):
+            if has_file_changed(reference):
                 raise ValueError(f"the image {get_stored_file(reference)} has changed")
 
 
@@ -199,7 +196,7 @@ def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, set
     )
     cache_dir = Path(section.cache_dir).expanduser()
     try:
-        prepared = prepare_data(reference, tokenizer, seed=seed, cache_dir=cache_dir, max_length_of_model=None)
+        prepared = prepare_data(reference, tokenizer, seed=seed, cache_dir=cache_dir, model_max_length=None)
     except UserError as error:
         raise UserError(str(error).replace("dataset.path=", f"{setting}=").replace("dataset:", f"{setting}:")) from None
     samples = prepared.train

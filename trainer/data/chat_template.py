@@ -18,7 +18,7 @@ from trainer.config import UserError
 from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE
-from trainer.data.marks import TURN_KEY, ChatSpans, has_generation_blocks, mark_message, mark_template, read_marks
+from trainer.data.markers import TURN_KEY, ChatSpans, has_generation_blocks, mark_message, mark_template, parse_markers
 
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
@@ -87,9 +87,9 @@ class ChatTemplate:
     ) -> ChatSpans:
         """Render numbered messages; return the text and the spans of turns and, if `texts` is set, their contents."""
         if not messages:
-            return read_marks("")
+            return parse_markers("")
         chat = [mark_message(message) if texts else message for message in messages]
-        return read_marks(self._render(chat, self._marked_source, tools, more))
+        return parse_markers(self._render(chat, self._marked_source, tools, more))
 
     def _render(
         self, chat: Sequence[Message], source: str, tools: list[Message] | None, more: Mapping[str, Any]

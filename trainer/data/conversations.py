@@ -13,17 +13,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate, Message, RenderError
 from trainer.data.image_parts import IMAGE
-from trainer.data.marks import TURN_KEY, Spans, find_thoughts, split_reasoning
-from trainer.data.records import Turns
+from trainer.data.markers import TURN_KEY, Spans, find_thoughts, split_reasoning
+from trainer.data.records import Conversation
 from trainer.data.source_files import read_template
-from trainer.data.tokens import LOST_END, EncodedDocument, Span, WeightedSpan, encode_spans
+from trainer.data.tokens import NO_END_TOKEN, EncodedDocument, Span, WeightedSpan, encode_spans
 from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
 
 FIX = "set dataset.chat_template to a template with {% generation %} blocks around answers, or dataset.train_on: all"
 # How warnings describe the parts of a record that a template drops.
-LOST_REASONING = "reasoning that the chat template drops; see dataset.chat_template_kwargs"
-LOST_SYSTEM = "a system turn that the chat template drops; see dataset.chat_template"
-LOST = (LOST_REASONING, LOST_SYSTEM, LOST_END, FIRST_FRAME)
+DROPPED_REASONING = "reasoning that the chat template drops; see dataset.chat_template_kwargs"
+DROPPED_SYSTEM = "a system turn that the chat template drops; see dataset.chat_template"
+RECORD_WARNINGS = (DROPPED_REASONING, DROPPED_SYSTEM, NO_END_TOKEN, FIRST_FRAME)
 
 
 def load_chat_template(
@@ -108,18 +108,18 @@ class ChatEncoder:
         templates = {source: ChatTemplate(tokenizer, source, variables or {}) for source in dict.fromkeys(sources)}
         self._templates = tuple(templates[source] for source in sources)
 
-    def encode(self, conversations: Sequence[Turns], where: Sequence[str]) -> list[EncodedDocument]:
-        """Return a document for each conversation. Raises UserError, prefixed with `where`, for a bad record."""
-        chats = [self._render(conversation, place) for conversation, place in zip(conversations, where, strict=True)]
-        documents = encode_spans(self.tokenizer, [chat.text for chat in chats], [chat.spans for chat in chats], where)
+    def encode(self, conversations: Sequence[Conversation], origins: Sequence[str]) -> list[EncodedDocument]:
+        """Return a document for each conversation. Raises UserError, prefixed with `origins`, for a bad record."""
+        chats = [self._render(*record) for record in zip(conversations, origins, strict=True)]
+        documents = encode_spans(self.tokenizer, [chat.text for chat in chats], [chat.spans for chat in chats], origins)
         return [
-            replace(document, lost=tuple(chat.lost), images=conversation.images)
+            replace(document, warnings=tuple(chat.warnings), images=conversation.images)
             for document, chat, conversation in zip(documents, chats, conversations, strict=True)
         ]
 
-    def _render(self, conversation: Turns, where: str) -> "_RenderedChat":
+    def _render(self, conversation: Conversation, origin: str) -> "_RenderedChat":
         template = self._templates[bool(conversation.tools)]
-        _check_tools(conversation, template, where)
+        _check_tools(conversation, template, origin)
         messages = [{**message, TURN_KEY: index} for index, message in enumerate(conversation.messages)]
         if messages:
             # An inserted system turn is numbered after the last turn.
@@ -127,7 +127,7 @@ class ChatEncoder:
                 {TURN_KEY: len(messages), **each} for each in prepend_system_message(messages, self.system_prompt)
             ]
         try:
-            rendered = _RenderedChat(template, messages, conversation.tools, where)
+            rendered = _RenderedChat(template, messages, conversation.tools, origin)
             rendered.check_texts()
             rendered.find_spans(self.train_on, conversation.weights)
             if self._mask_thoughts:
@@ -136,23 +136,23 @@ class ChatEncoder:
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
         except RenderError as error:
-            raise UserError(f"{where}: the chat template rejects it ({error}); fix or remove the record") from None
+            raise UserError(f"{origin}: the chat template rejects it ({error}); fix or remove the record") from None
         return rendered
 
 
 class _RenderedChat:
-    """Renders a conversation, locates its trained `spans`, and collects the `lost` parts of the record."""
+    """Renders a conversation, locates its trained `spans`, and collects the `warnings` about the record."""
 
-    def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, where: str) -> None:
+    def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Message] | None, origin: str) -> None:
         self.spans: list[WeightedSpan] = []
-        self.lost: dict[str, None] = {}
+        self.warnings: dict[str, None] = {}
         self.text = template.render(chat, tools)
-        self._template, self._chat, self._tools, self._where = template, chat, tools, where
+        self._template, self._chat, self._tools, self._origin = template, chat, tools, origin
         self._roles = {message[TURN_KEY]: message["role"] for message in chat}
-        self._marks = template.render_marked(chat, tools)
-        self._texts_are_marked = self._marks.text == self.text
+        self._marked = template.render_marked(chat, tools)
+        self._texts_are_marked = self._marked.text == self.text
         if not self._texts_are_marked:  # the template inspects the texts
-            self._marks = template.render_marked(chat, tools, texts=False)
+            self._marked = template.render_marked(chat, tools, texts=False)
 
     def check_texts(self) -> None:
         """Record the reasoning and system turns that the template drops. Raises UserError if it drops anything else."""
@@ -160,17 +160,17 @@ class _RenderedChat:
             role, turn = message["role"], message[TURN_KEY]
             _, inline, _, text = split_reasoning(message)
             for reasoning in (inline, str(message.get("reasoning_content") or "")):
-                if not self._is_rendered(reasoning, turn, self._marks.reasoning):
-                    self.lost[LOST_REASONING] = None
+                if not self._is_rendered(reasoning, turn, self._marked.reasoning):
+                    self.warnings[DROPPED_REASONING] = None
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
-            if self._is_rendered(text, turn, self._marks.texts) and all(name in self.text for name in calls):
+            if self._is_rendered(text, turn, self._marked.texts) and all(name in self.text for name in calls):
                 if len(calls) > 1 and not self._template.writes_parallel_calls:
-                    problem = f"writes one tool call per turn, but turn {turn + 1} has {len(calls)}"
-                    raise UserError(f"{self._where}: the chat template {problem}; write each as a separate turn")
+                    problem = f"renders one tool call per turn, but turn {turn + 1} has {len(calls)}"
+                    raise UserError(f"{self._origin}: the chat template {problem}; write each as a separate turn")
             elif role == "system":
-                self.lost[LOST_SYSTEM] = None
+                self.warnings[DROPPED_SYSTEM] = None
             else:
-                raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {FIX}")
 
     def _is_rendered(self, text: str, turn: int, marked: Spans) -> bool:
         core = text.strip()
@@ -184,8 +184,8 @@ class _RenderedChat:
         if "all" in train_on:
             self.spans = [(0, len(self.text), 1.0)]
             return
-        if self._marks.text != self.text or (train_on - {"assistant"} and not self._texts_are_marked):
-            raise UserError(f"{self._where}: turns cannot be distinguished in this tokenizer's chat template; {FIX}")
+        if self._marked.text != self.text or (train_on - {"assistant"} and not self._texts_are_marked):
+            raise UserError(f"{self._origin}: turns cannot be distinguished in this tokenizer's chat template; {FIX}")
         for index, message in enumerate(self._chat):
             role, turn = message["role"], message[TURN_KEY]
             weight = weights.get(turn, 1.0)
@@ -194,11 +194,11 @@ class _RenderedChat:
             blocks, trained = self._find_blocks(turn), list[Span]()
             if role != "assistant":
                 ends = [self._find_end_token(start, end) for start, end in blocks]
-                trained = _merge_spans([*self._marks.texts.get(turn, []), *ends[-1:]], self.text)
+                trained = _merge_spans([*self._marked.texts.get(turn, []), *ends[-1:]], self.text)
             elif blocks:
                 trained = self._find_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
-                raise UserError(f"{self._where}: the chat template does not write {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {FIX}")
             self.spans += [(start, end, weight) for start, end in trained if start < end]
         self.spans.sort()
 
@@ -207,29 +207,29 @@ class _RenderedChat:
         has_thoughts = any("</think>" in str(turn) or "reasoning_content" in turn for turn in self._chat)
         if has_thoughts and not self._texts_are_marked:
             problem = "reasoning cannot be distinguished in this tokenizer's chat template"
-            raise UserError(f"{self._where}: {problem}; {FIX}")
-        for first, last in find_thoughts(self._marks):
+            raise UserError(f"{self._origin}: {problem}; {FIX}")
+        for first, last in find_thoughts(self._marked):
             parts = [((a, min(b, first), weight), (max(a, last), b, weight)) for a, b, weight in self.spans]
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
         """Record a missing end-of-turn token after the last answer; without one, the model would not learn to stop."""
         if self.spans and not self._template.find_token_at_end(self.text, *self.spans[-1][:2]):
-            self.lost[LOST_END] = None
+            self.warnings[NO_END_TOKEN] = None
 
     def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
         """Replace image placeholders with the images' tokens, which are excluded from the loss."""
-        edits, is_animated = reader.build_edits(self.text, images, self._where)
+        edits, is_animated = reader.build_edits(self.text, images, self._origin)
         self.text, self.spans = replace_spans(self.text, self.spans, edits)
         if is_animated:
-            self.lost[FIRST_FRAME] = None
+            self.warnings[FIRST_FRAME] = None
 
     def _find_blocks(self, turn: int) -> list[Span]:
         """Return a turn's spans, except those inside another role's turn, since a tool result may repeat its call."""
-        role, spans = self._roles[turn], self._marks.turns.get(turn, [])
+        role, spans = self._roles[turn], self._marked.turns.get(turn, [])
         if len(spans) < 2:
             return spans
-        outer = [span for other, spans in self._marks.turns.items() if self._roles[other] != role for span in spans]
+        outer = [span for other, spans in self._marked.turns.items() if self._roles[other] != role for span in spans]
         return [(start, end) for start, end in spans if not any(a <= start and end <= b for a, b in outer)]
 
     def _find_answer(self, index: int, blocks: list[Span]) -> list[Span]:
@@ -240,14 +240,14 @@ class _RenderedChat:
             spans = [
                 (max(begin, answer_start), stop)
                 for start, end in blocks
-                for begin, stop in self._marks.generation
+                for begin, stop in self._marked.generation
                 if start <= begin < stop <= end and answer_start < stop
             ]
             if spans and not template.find_token_at_end(text, *spans[-1]):  # the template's block ends before the token
                 spans[-1] = (spans[-1][0], template.find_token_after(text[: blocks[-1][1]], spans[-1][1])[1])
             return spans
         start, end = blocks[0]
-        begin, texts = self._find_answer_start(index, start, end), self._marks.texts
+        begin, texts = self._find_answer_start(index, start, end), self._marked.texts
         if any(start <= span[0] and span[1] <= end for other in texts if other != turn for span in texts[other]):
             # The turn contains the results of its calls; rendering without them shows where they begin.
             alone = template.render_marked(self._chat[: index + 1], self._tools)
@@ -259,7 +259,7 @@ class _RenderedChat:
 
     def _find_answer_start(self, index: int, start: int, end: int) -> int:
         turn = self._chat[index][TURN_KEY]
-        begins = [span[0] for spans in (self._marks.texts, self._marks.reasoning) for span in spans.get(turn, [])]
+        begins = [span[0] for spans in (self._marked.texts, self._marked.reasoning) for span in spans.get(turn, [])]
         first = min((begin for begin in begins if start <= begin <= end), default=None)
         lead = None if first is None else self.text[start:first]
         observed = self._template.render_generation_prompt(self._chat[:index], self._tools, lead)
@@ -301,12 +301,12 @@ def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> No
             raise UserError(f"dataset.chat_template_kwargs.{name}: the chat template does not use it; remove it")
 
 
-def _check_tools(conversation: Turns, template: ChatTemplate, where: str) -> None:
+def _check_tools(conversation: Conversation, template: ChatTemplate, origin: str) -> None:
     calls = any("tool_calls" in message for message in conversation.messages)
     for name, used in (("tool_calls", calls), ("tools", conversation.tools)):
         if used and name not in template.source:
             raise UserError(
-                f"{where}: has {name.replace('_', ' ')}, which this tokenizer's chat template does not support; "
+                f"{origin}: has {name.replace('_', ' ')}, which this tokenizer's chat template does not support; "
                 "set dataset.chat_template to a template that supports them, or remove them"
             )
 

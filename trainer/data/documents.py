@@ -19,11 +19,11 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import replaces
-from trainer.data.conversations import LOST, ChatEncoder, build_template_variables, load_chat_template
+from trainer.data.conversations import RECORD_WARNINGS, ChatEncoder, build_template_variables, load_chat_template
 from trainer.data.formats import PREFERENCE, UNPAIRED, RecordFormat, detect_format, join_names
-from trainer.data.marks import strip_reasoning
+from trainer.data.markers import strip_reasoning
 from trainer.data.pairs import LabeledAnswer, Pair, join_labeled_answers, join_pair, read_pair, read_unpaired
-from trainer.data.records import Text, Turns, find_prompt_format, flag_nonempty_answers, read_record
+from trainer.data.records import Conversation, PlainText, find_prompt_format, flag_nonempty_answers, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row
@@ -37,7 +37,7 @@ _COLUMNS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("column
 LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
 """Column types of tokenized documents; columns.yaml describes the columns."""
 ROWS_AT_ONCE = 512
-Example = Turns | Text | Pair | LabeledAnswer
+Example = Conversation | PlainText | Pair | LabeledAnswer
 # A token to predict, and the token before it.
 SHORTEST_PART = 2
 
@@ -88,9 +88,9 @@ class DocumentEncoder:
                 images=images,
             )
         self.system_prompt = section.system_prompt
-        self.skips = section.on_bad_record == "skip"
+        self.skips_bad_records = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._first = detect_leading_token(tokenizer)
+        self._bos_id = detect_leading_token(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def detect_format(
@@ -98,11 +98,11 @@ class DocumentEncoder:
     ) -> tuple[RecordFormat, dict[str, Any]]:
         """Detect a source's format from its first rows; return the format and the first record.
 
-        Raises UserError if the format cannot be detected, or if a row (with `skips`, every row) cannot be read.
+        Raises UserError if the format is not detected, or if a row (with `skips_bad_records`, every row) is unreadable.
         """
         records = []
         for row in rows:
-            with suppress(UserError) if self.skips else nullcontext():
+            with suppress(UserError) if self.skips_bad_records else nullcontext():
                 records.append(parse_row(row))
         records = records or [parse_row(row) for row in rows]
         fields = list(dict.fromkeys(name for record in records for name in record))
@@ -112,69 +112,69 @@ class DocumentEncoder:
         self, rows: Sequence[Mapping[str, Any]], first: int, fmt: RecordFormat, label: str
     ) -> dict[str, list[Any]]:
         """Return the columns (columns.yaml) for consecutive rows of a source; `first` is the index of the first row."""
-        where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
+        origins = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
         try:
-            return self._encode_columns(rows, fmt, where)
+            return self._encode_columns(rows, fmt, origins)
         except UserError:
-            if not self.skips:
+            if not self.skips_bad_records:
                 raise
         problems: dict[str, str] = {}
-        for row, place in zip(rows, where, strict=True):
+        for row, origin in zip(rows, origins, strict=True):
             try:
-                self._encode_columns([row], fmt, [place])
+                self._encode_columns([row], fmt, [origin])
             except UserError as error:
-                problems[place] = str(error)
-        good = [(row, place) for row, place in zip(rows, where, strict=True) if place not in problems]
-        columns = self._encode_columns([row for row, _ in good], fmt, [place for _, place in good])
+                problems[origin] = str(error)
+        good = [(row, origin) for row, origin in zip(rows, origins, strict=True) if origin not in problems]
+        columns = self._encode_columns([row for row, _ in good], fmt, [origin for _, origin in good])
         for problem in problems.values():
             for name, column in columns.items():
                 column.append([] if name in LISTS else {"bool": False, "string": problem}.get(VALUES[name], 0))
         return columns
 
     def _encode_columns(
-        self, records: Sequence[Mapping[str, Any]], fmt: RecordFormat, where: Sequence[str]
+        self, records: Sequence[Mapping[str, Any]], fmt: RecordFormat, origins: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Return the same columns as `encode_rows`. Raises UserError for a bad record, even if `skips` is set."""
+        """Return the same columns as `encode_rows`, but always raise UserError for a bad record."""
         columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
         read: Callable[..., Any] = {PREFERENCE: read_pair, UNPAIRED: read_unpaired}.get(fmt.name, read_record)
         examples: list[Any] = []
-        places: list[str] = []
-        for record, place in zip(records, where, strict=True):
-            example = read(parse_row(record), fmt, place, self.system_prompt)
+        example_origins: list[str] = []
+        for record, origin in zip(records, origins, strict=True):
+            example = read(parse_row(record), fmt, origin, self.system_prompt)
             for each in example if isinstance(example, list) else [example]:
                 examples.append(self._apply_settings(each))
-                places.append(place)
-                self._check_images(examples[-1], place)
-        for example, document, continued in self._split(examples, self.encode(examples, places)):
-            for name, value in self._describe_document(example, document, continued).items():
+                example_origins.append(origin)
+                self._check_images(examples[-1], origin)
+        for example, document, continued in self._split(examples, self.encode_examples(examples, example_origins)):
+            for name, value in self._build_row(example, document, continued).items():
                 columns[name].append(value)
         return columns
 
-    def _describe_document(self, example: Example, document: EncodedDocument, continued: bool) -> dict[str, Any]:
+    def _build_row(self, example: Example, document: EncodedDocument, continued: bool) -> dict[str, Any]:
         sides = _list_sides(example)
         answers = [answer for side in sides for answer in flag_nonempty_answers(side, self.train_on)]
-        turns = [turn for side in sides if isinstance(side, Turns) for turn in side.messages]
-        weights = document.trained[: self.max_length]
+        turns = [turn for side in sides if isinstance(side, Conversation) for turn in side.messages]
+        weights = document.loss_weights[: self.max_length]
         trained = [weight > 0 for weight in weights]
         too_long = len(document.input_ids) > self.max_length
         image_ids = frozenset(self.images.token_ids if self.images and document.images else ())
         # Answers in pairs and image tokens are never cut. Instead, the document has no targets and is dropped.
-        is_dropped = too_long and (self.too_long == "drop" or document.rejected > 0)
+        is_dropped = too_long and (self.too_long == "drop" or document.rejected_tokens > 0)
         is_dropped |= not image_ids.isdisjoint(document.input_ids[self.max_length :])
         content = b"".join([np.asarray(document.input_ids, np.int32).tobytes(), *document.images])
         return {
             "input_ids": document.input_ids[: self.max_length],
             "trained": trained,
             "weights": weights if set(weights) - {0.0, 1.0} else [],
-            "unread": [] if continued else [*example.unread, *document.lost],
+            "unread": [] if continued else [*example.unused_fields, *document.warnings],
             "images": document.images,
             "length": len(weights),
             "image_tokens": sum(token in image_ids for token in document.input_ids),
-            "rejected": document.rejected,
+            "rejected": document.rejected_tokens,
             "margin": example.margin if isinstance(example, Pair) else 0.0,
             "label": (1 if example.is_desirable else -1) if isinstance(example, LabeledAnswer) else 0,
             "targets": 0 if is_dropped else sum(trained[1:]),
-            "truncated": too_long or document.cut,
+            "truncated": too_long or document.is_truncated,
             "answers": len(answers),
             "empty": answers.count(False),
             "digest": xxhash.xxh3_64_intdigest(content) - 2**63,
@@ -183,14 +183,14 @@ class DocumentEncoder:
             "problem": None,
         }
 
-    def _check_images(self, example: Example, where: str) -> None:
+    def _check_images(self, example: Example, origin: str) -> None:
         """Raise UserError if a pair's answers have different images, or if the model does not support image input."""
-        images = {side.images for side in _list_sides(example) if isinstance(side, Turns)}
+        images = {side.images for side in _list_sides(example) if isinstance(side, Conversation)}
         if any(images) and self.images is None:
             fix = "use a model listed in docs/reference/vision-models.md and install its package, or remove the images"
-            raise UserError(f"{where}: has images, but image input is not supported for this model; {fix}")
+            raise UserError(f"{origin}: has images, but image input is not supported for this model; {fix}")
         if len(images) > 1:
-            raise UserError(f"{where}: chosen and rejected have different images; keep only the prompt's images")
+            raise UserError(f"{origin}: chosen and rejected have different images; keep only the prompt's images")
 
     def _apply_settings(self, example: Example) -> Any:
         """Strip reasoning from conversations, and train only on their last answer, as configured."""
@@ -199,7 +199,7 @@ class DocumentEncoder:
             return replace(example, chosen=chosen, rejected=rejected)
         if isinstance(example, LabeledAnswer):
             return replace(example, answer=self._apply_settings(example.answer))
-        if not isinstance(example, Turns):
+        if not isinstance(example, Conversation):
             return example
         messages, weights = example.messages, dict(example.weights)
         if self._strips:
@@ -219,11 +219,11 @@ class DocumentEncoder:
             notes.append(f"warning: {label}: texts have no prompt, so dataset.system_prompt is not used")
         counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
         unread = {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
-        lost = {phrase: unread.pop(phrase) for phrase in LOST if phrase in unread}
+        warnings = {phrase: unread.pop(phrase) for phrase in RECORD_WARNINGS if phrase in unread}
         if unread:
             names = join_names(f"{to_text(name, 30)} (in {count:,})" for name, count in unread.items())
             notes.append(f"{label}: unused fields in {total:,} records: {names}")
-        for phrase, count in lost.items():
+        for phrase, count in warnings.items():
             notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
         if problems:
             notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
@@ -244,45 +244,45 @@ class DocumentEncoder:
         Each part starts with the previous part's last token, so that every token but the first is a target once.
         """
         for example, document in zip(examples, documents, strict=True):
-            is_text = isinstance(example, Text) and not example.prompt
+            is_text = isinstance(example, PlainText) and not example.prompt
             if self.too_long != "split" or not is_text or self.max_length < SHORTEST_PART:
-                yield example, document, isinstance(example, LabeledAnswer) and example.continued
+                yield example, document, isinstance(example, LabeledAnswer) and example.is_second_answer
                 continue
-            ids, trained = document.input_ids, document.trained
+            ids, weights = document.input_ids, document.loss_weights
             for at in range(0, max(1, len(ids) - 1), self.max_length - 1):
                 part = slice(at, at + self.max_length)
-                yield example, EncodedDocument(ids[part], trained[part]), at > 0
+                yield example, EncodedDocument(ids[part], weights[part]), at > 0
 
-    def encode(self, examples: Sequence[Example], where: Sequence[str]) -> list[EncodedDocument]:
+    def encode_examples(self, examples: Sequence[Example], origins: Sequence[str]) -> list[EncodedDocument]:
         """Return one document per example, in order; except for the prompts in pairs, nothing is truncated."""
         labeled = [example for example in examples if isinstance(example, LabeledAnswer)]
         if labeled:
-            answers = self.encode([each.answer for each in labeled], where)
-            return join_labeled_answers(answers, [each.is_desirable for each in labeled], self.max_length, self._first)
+            answers = self.encode_examples([each.answer for each in labeled], origins)
+            return join_labeled_answers(answers, [each.is_desirable for each in labeled], self.max_length, self._bos_id)
         pairs = [example for example in examples if isinstance(example, Pair)]
         if pairs:
             sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-            answers = self.encode(sides, [place for place in where for _ in range(2)])
+            answers = self.encode_examples(sides, [origin for origin in origins for _ in range(2)])
             answer_pairs = zip(answers[::2], answers[1::2], strict=True)
-            return [join_pair(chosen, rejected, self.max_length, self._first) for chosen, rejected in answer_pairs]
+            return [join_pair(chosen, rejected, self.max_length, self._bos_id) for chosen, rejected in answer_pairs]
         encoded: dict[int, EncodedDocument] = {}
-        chats = {at: example for at, example in enumerate(examples) if isinstance(example, Turns)}
-        texts = {at: example for at, example in enumerate(examples) if isinstance(example, Text)}
+        chats = {at: example for at, example in enumerate(examples) if isinstance(example, Conversation)}
+        texts = {at: example for at, example in enumerate(examples) if isinstance(example, PlainText)}
         if chats:
             if self.chat is None:
                 raise UserError(
-                    f"{where[min(chats)]}: is a conversation, but the tokenizer has no chat template; set "
+                    f"{origins[min(chats)]}: is a conversation, but the tokenizer has no chat template; set "
                     "dataset.chat_template to a Jinja template, or model.tokenizer to a chat model"
                 )
-            documents = self.chat.encode(list(chats.values()), [where[at] for at in chats])
+            documents = self.chat.encode(list(chats.values()), [origins[at] for at in chats])
             encoded.update(zip(chats, documents, strict=True))
         if texts:
-            documents = encode_texts(self.tokenizer, list(texts.values()), self.train_on, [where[at] for at in texts])
+            documents = encode_texts(self.tokenizer, list(texts.values()), self.train_on, [origins[at] for at in texts])
             encoded.update(zip(texts, documents, strict=True))
         return [encoded[at] for at in range(len(examples))]
 
 
-def _list_sides(example: Example) -> list[Turns | Text]:
+def _list_sides(example: Example) -> list[Conversation | PlainText]:
     """Return the example's conversations or texts: two for a pair, otherwise one."""
     if isinstance(example, Pair):
         return [example.chosen, example.rejected]

@@ -72,12 +72,12 @@ class DataStats:
     def packing_efficiency(self) -> float:
         return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         lines = [*self.notes, *(self._format_counts("train") if self.records else [])]
         lines += self.evaluation._format_counts("held out") if self.evaluation else []
-        return lines + [f"warning: {warning}" for warning in self.warnings()]
+        return lines + [f"warning: {warning}" for warning in self.list_warnings()]
 
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         limit, held_out = f"dataset.max_length={self.max_length}", self.evaluation or DataStats()
         cut = " by removing the beginning of their prompts" * bool(self.pairs)
         leaks = "held-out documents are also in the training data, so the held-out loss is too low"

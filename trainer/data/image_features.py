@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.config import UserError
 from trainer.contract.whole_files import apply_umask
-from trainer.data.image_parts import read_stored
+from trainer.data.image_parts import read_stored_image
 
 GRID = "image_grid_thw"
 """Input to Qwen models that determines the positions of image tokens."""
@@ -35,25 +35,25 @@ class TowerOutput:
         state = output.last_hidden_state if pooled is None else None
         return cls(pooled, getattr(output, "deepstack_features", None), state)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def list_tensors(self) -> dict[str, torch.Tensor]:
         return {name: each for key, value in vars(self).items() for name, each in _flatten(key, value)}
 
-    def map(self, change: Callable[[Any], Any]) -> "TowerOutput":
-        return TowerOutput(*(_map_tensors(value, change) for value in vars(self).values()))
+    def map_tensors(self, function: Callable[[Any], Any]) -> "TowerOutput":
+        return TowerOutput(*(_map_tensors(value, function) for value in vars(self).values()))
 
 
 class FeatureFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, stored: bytes) -> Path:
-        """Return the path to a stored image's features (see `read_stored`); the file may not exist yet."""
-        name = xxhash.xxh3_128_hexdigest(read_stored(stored)[0])
+    def get_path(self, stored: bytes) -> Path:
+        """Return the path to a stored image's features (see `read_stored_image`); the file may not exist yet."""
+        name = xxhash.xxh3_128_hexdigest(read_stored_image(stored)[0])
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def write(self, path: Path, output: TowerOutput, grid: torch.Tensor | None) -> None:
         """Write the vision tower's output for one image. Raises UserError if the file cannot be written."""
-        tensors = output.tensors() | ({} if grid is None else {GRID: grid})
+        tensors = output.list_tensors() | ({} if grid is None else {GRID: grid})
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,13 +68,13 @@ class FeatureFiles:
 
     def read(self, stored: Sequence[bytes]) -> tuple[TowerOutput, torch.Tensor | None]:
         """Return the features of images, in order, and their grids (None if the model uses none)."""
-        files = [load_file(self.path(image)) for image in stored]
+        files = [load_file(self.get_path(image)) for image in stored]
         tensors = {name: torch.cat([file[name] for file in files]) for name in files[0]}
         return TowerOutput(*(_unflatten(tensors, name) for name in TowerOutput.__dataclass_fields__)), tensors.get(GRID)
 
 
-def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    return tuple(_map_tensors(entry, change) for entry in value) if isinstance(value, tuple) else change(value)
+def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    return tuple(_map_tensors(entry, function) for entry in value) if isinstance(value, tuple) else function(value)
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

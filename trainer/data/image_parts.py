@@ -18,7 +18,7 @@ from trainer.data.formats import RecordFormat, describe_type
 
 IMAGE = "\ufdd2"
 """Placeholder for an image in a turn's text: a noncharacter, which no valid text contains."""
-MARK = "<image>"
+PLACEHOLDER = "<image>"
 """Image placeholder in the formats of LLaVA, LLaMA-Factory and others."""
 PART_TYPES = ("image", "image_url", "input_image")
 SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
@@ -44,14 +44,14 @@ class ImageParts:
         self._values.append(_select_source(part))
         return IMAGE
 
-    def read_marks(self, text: str) -> str:
+    def replace_placeholders(self, text: str) -> str:
         """Replace `<image>` in a string with IMAGE if the record has a list of images."""
-        if self._name is None or IMAGE in text or MARK not in text:
+        if self._name is None or IMAGE in text or PLACEHOLDER not in text:
             return text
-        self._values += [None] * text.count(MARK)
-        return text.replace(MARK, IMAGE)
+        self._values += [None] * text.count(PLACEHOLDER)
+        return text.replace(PLACEHOLDER, IMAGE)
 
-    def store(self, where: str) -> tuple[bytes, ...]:
+    def store(self, origin: str) -> tuple[bytes, ...]:
         """Return the results of `store_image` for the images, in order.
 
         Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
@@ -65,31 +65,30 @@ class ImageParts:
             images = value if isinstance(value, list) else [] if value is None else [value]
         if count != len(images):
             raise UserError(
-                f"{where}: has {format_count(len(images), 'image')}, but {count} "
-                f"placeholder{'s' * (count != 1)}; write {MARK} once per image, in the order of the images"
+                f"{origin}: has {format_count(len(images), 'image')}, but {count} "
+                f"placeholder{'s' * (count != 1)}; write {PLACEHOLDER} once per image, in the order of the images"
             )
         rest = iter(images)
         values = [next(rest) if value is None else value for value in self._values]
-        return tuple(
-            store_image(value, self._folder, f"{where}, image {number}") for number, value in enumerate(values, start=1)
-        )
+        numbered = enumerate(values, start=1)
+        return tuple(store_image(value, self._folder, f"{origin}, image {number}") for number, value in numbered)
 
 
-def store_image(value: Any, folder: Path | None, where: str) -> bytes:
+def store_image(value: Any, folder: Path | None, origin: str) -> bytes:
     """Return the bytes of an image, or a reference to its file. Raises UserError if the value is not an image.
 
     Relative paths are resolved against `folder`, which contains the records, and then against the working directory.
     """
     if isinstance(value, Mapping):
-        return store_image(_select_source(value), folder, where)
+        return store_image(_select_source(value), folder, origin)
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise UserError(f"{where}: is {describe_type(value)}; use a path, a data: URL, base64 or bytes")
+        raise UserError(f"{origin}: is {describe_type(value)}; use a path, a data: URL, base64 or bytes")
     if match := _DATA_URL.fullmatch(value):
-        return _decode_base64(match[1], where)
+        return _decode_base64(match[1], origin)
     if value.startswith(("http://", "https://")):
-        raise UserError(f"{where}: is a URL ({value[:80]}), but images are only read from files; download the image")
+        raise UserError(f"{origin}: is a URL ({value[:80]}), but images are only read from files; download the image")
     name = unquote(urlsplit(value).path) if value.startswith("file://") else value
     for path in (Path(folder or ".", name).expanduser(), Path(name).expanduser()):
         try:
@@ -98,22 +97,22 @@ def store_image(value: Any, folder: Path | None, where: str) -> bytes:
         except (OSError, ValueError):  # base64 data is too long for a file name
             break
     if len(value) > 60 and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):
-        return _decode_base64(value, where)
-    raise UserError(f"{where}: no such file: {value[:200]} (searched in {folder or '.'}); fix the path")
+        return _decode_base64(value, origin)
+    raise UserError(f"{origin}: no such file: {value[:200]} (searched in {folder or '.'}); fix the path")
 
 
 def _select_source(part: Mapping[str, Any]) -> Any:
     return next((part[name] for name in SOURCES if part.get(name) is not None), None)
 
 
-def _decode_base64(text: str, where: str) -> bytes:
+def _decode_base64(text: str, origin: str) -> bytes:
     try:
         return base64.b64decode(text, validate=False)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}: is not valid base64 ({error}); encode the image again") from None
+        raise UserError(f"{origin}: is not valid base64 ({error}); encode the image again") from None
 
 
-def read_stored(stored: bytes) -> tuple[bytes, str]:
+def read_stored_image(stored: bytes) -> tuple[bytes, str]:
     """Return a stored image's bytes and its file name, or "". Raises UserError if the file cannot be read."""
     if not stored.startswith(FILE):
         return stored, ""
@@ -128,7 +127,7 @@ def get_stored_file(stored: bytes) -> Path:
     return Path(stored.split(b":", 3)[3].decode())
 
 
-def has_changed(stored: bytes) -> bool:
+def has_file_changed(stored: bytes) -> bool:
     _, size, time, name = stored.split(b":", 3)
     try:
         stat = Path(name.decode()).stat()
@@ -153,9 +152,9 @@ def decode_image(data: bytes, name: str) -> Any:
         raise build_damaged_image_error(name, error) from None
 
 
-def thumbnail(stored: bytes) -> str:
+def build_thumbnail(stored: bytes) -> str:
     """Return a small copy of a stored image as a `data:` URL."""
-    image, file = decode_image(*read_stored(stored)), io.BytesIO()
+    image, file = decode_image(*read_stored_image(stored)), io.BytesIO()
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     image.save(file, "JPEG", quality=80)
     return f"{THUMBNAIL_START}{base64.b64encode(file.getvalue()).decode()}"
@@ -164,7 +163,7 @@ def thumbnail(stored: bytes) -> str:
 def reject_high_depth(image: Any, name: str) -> None:
     """Raise UserError if the image has more than 8 bits per channel."""
     if image.mode[0] in HIGH_DEPTH_MODES:
-        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); save the image with 8 bits")
+        raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits")
 
 
 def is_animated(data: bytes) -> bool:

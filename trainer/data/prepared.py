@@ -21,7 +21,7 @@ class PreparedRun:
     """Texts from `scu.reference`."""
     sample_prompts: tuple[Prompt, ...] = ()
     """Prompts from `logging.sample_prompts`, including those in files."""
-    longest: int | None = None
+    context_length: int | None = None
     """The model's context length in tokens; None if unknown or unlimited."""
     images: ImageReader | None = None
     """The image processor of a vision-language model."""

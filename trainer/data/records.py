@@ -16,8 +16,8 @@ ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 # Fields of a turn that enable or disable its loss in OpenAI, Axolotl, LLaMA-Factory, ms-swift, verl and torchtune.
-SWITCHES = ("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable")
-INVERSE_SWITCHES = ("mask", "masked")
+WEIGHT_FIELDS = ("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable")
+MASK_FIELDS = ("mask", "masked")
 # Fields with the reasoning before an answer; most templates use the first name.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Fields of tool calls and content parts that are never reported as unused.
@@ -29,33 +29,36 @@ PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
-class Turns:
+class Conversation:
     """A conversation in the format that chat templates read. `weights` contains the turn weights other than 1."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     weights: Mapping[int, float] = field(default_factory=dict)
-    unread: tuple[str, ...] = field(default=(), compare=False)
+    unused_fields: tuple[str, ...] = field(default=(), compare=False)
     """Unused nonempty fields of the record and of its turns."""
     images: tuple[bytes, ...] = ()
     """The image for each IMAGE in the texts (see `store_image`)."""
 
 
 @dataclass(frozen=True)
-class Text:
+class PlainText:
     """A prompt, which may be empty, and its completion, both used without a chat template."""
 
     prompt: str
     completion: str
-    unread: tuple[str, ...] = field(default=(), compare=False)
+    unused_fields: tuple[str, ...] = field(default=(), compare=False)
 
 
-class Fields(Mapping[str, Any]):
+SingleExample = Conversation | PlainText
+
+
+class TrackedFields(Mapping[str, Any]):
     """A record that tracks which of its fields have been read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values, self._names_read = values, set[str]()
-        self._inner: list[tuple[str, Fields]] = []
+        self._inner: list[tuple[str, TrackedFields]] = []
 
     def __getitem__(self, name: str) -> Any:
         self._names_read.add(name)
@@ -68,15 +71,15 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Wrap the records contained in a field, so that `list_unread` includes their unread fields."""
-        wrapped = [Fields(record) if isinstance(record, Mapping) else record for record in records]
-        self._inner += [(name, fields) for fields in wrapped if isinstance(fields, Fields)]
+        """Wrap the records contained in a field, so that `list_unused` includes theirs."""
+        wrapped = [TrackedFields(record) if isinstance(record, Mapping) else record for record in records]
+        self._inner += [(name, fields) for fields in wrapped if isinstance(fields, TrackedFields)]
         return wrapped
 
-    def list_unread(self) -> tuple[str, ...]:
+    def list_unused(self) -> tuple[str, ...]:
         nonempty = [name for name, value in self._values.items() if value not in (None, "", [], {})]
         inner = [
-            (name, field) for name, fields in self._inner for field in fields.list_unread() if field not in NO_TEXT
+            (name, field) for name, fields in self._inner for field in fields.list_unused() if field not in NO_TEXT
         ]
         return (
             *(name for name in nonempty if name not in self._names_read),
@@ -84,9 +87,9 @@ class Fields(Mapping[str, Any]):
         )
 
 
-def flag_nonempty_answers(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
+def flag_nonempty_answers(example: SingleExample, train_on: frozenset[str]) -> list[bool]:
     """Return, for each trained answer, whether it is nonempty; a completion without a prompt is not an answer."""
-    if isinstance(example, Text):
+    if isinstance(example, PlainText):
         return [bool(example.completion.strip())] if example.prompt else []
     if not train_on & {"assistant", "all"}:
         return []
@@ -98,16 +101,16 @@ def flag_nonempty_answers(example: Turns | Text, train_on: frozenset[str]) -> li
 
 
 def read_record(
-    record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None = None
-) -> Turns | Text:
+    record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None = None
+) -> SingleExample:
     """Convert a record into a conversation, or into a prompt with its completion, and list its unused fields.
 
-    Raises UserError, prefixed with `where`, for a bad record. `system_prompt` is used for text prompts that have none;
+    Raises UserError, prefixed with `origin`, for a bad record. `system_prompt` is used for text prompts that have none;
     it is added to conversations only when they are rendered.
     """
-    fields = Fields(record)
-    example = _read_example(fields, fmt, where, system_prompt)
-    return replace(example, unread=(*fields.list_unread(), *example.unread))
+    fields = TrackedFields(record)
+    example = _read_example(fields, fmt, origin, system_prompt)
+    return replace(example, unused_fields=(*fields.list_unused(), *example.unused_fields))
 
 
 def find_prompt_format(fmt: RecordFormat, first: Mapping[str, Any]) -> str | None:
@@ -120,37 +123,39 @@ def find_prompt_format(fmt: RecordFormat, first: Mapping[str, Any]) -> str | Non
         return "{system}" + ALPACA_WITHOUT_INPUT.replace("{instruction}", "{prompt}")
     if fmt.name == "custom":
         template = fmt.template_without_input or fmt.template or ""
-        marks = [name for name in fmt.names if f"{{{name}}}" in template]
-        return "{system}" + template.replace(f"{{{marks[0]}}}", "{prompt}") if len(marks) == 1 else PLAIN_PROMPT
+        names = [name for name in fmt.names if f"{{{name}}}" in template]
+        return "{system}" + template.replace(f"{{{names[0]}}}", "{prompt}") if len(names) == 1 else PLAIN_PROMPT
     return PLAIN_TEXT if fmt.name == "completion" else PLAIN_PROMPT
 
 
-def _read_example(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Turns | Text:
+def _read_example(
+    record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None
+) -> SingleExample:
     for name in REQUIRED[fmt.name]:
         if record.get(fmt.names[name]) is None:
             others = join_names(key for key, value in record.items() if value is not None)
             raise UserError(
-                f"{where}: {fmt.names[name]} is missing (the record has {others}); "
+                f"{origin}: {fmt.names[name]} is missing (the record has {others}); "
                 "move records of another format to a separate source under dataset.mix"
             )
     if fmt.name in ("messages", "sharegpt"):
         column = fmt.names["conversations" if fmt.name == "sharegpt" else "messages"]
-        return _read_turns([(record[column], column, "", True)], record, fmt, where)
+        return _read_turns([(record[column], column, "", True)], record, fmt, origin)
     if fmt.name == "alpaca":
-        return _read_alpaca(record, fmt, where, system_prompt)
+        return _read_alpaca(record, fmt, origin, system_prompt)
     if fmt.name == "prompt_completion":
         prompt, completion = record[fmt.names["prompt"]], record[fmt.names["completion"]]
         if isinstance(prompt, list) or isinstance(completion, list):
-            return read_conversational_pair(prompt, completion, record, fmt, where)
+            return read_conversational_pair(prompt, completion, record, fmt, origin)
     if fmt.name == "completion":
-        return Text("", _read_text(record, fmt.names["text"], where))
+        return PlainText("", _read_text(record, fmt.names["text"], origin))
     if fmt.name == "custom":
-        return _fill_template(record, fmt, where, system_prompt)
-    prompt, completion = (_read_text(record, fmt.names[name], where) for name in ("prompt", "completion"))
-    return Text(prepend_system(read_system(record, fmt, where) or system_prompt, prompt), completion)
+        return _fill_template(record, fmt, origin, system_prompt)
+    prompt, completion = (_read_text(record, fmt.names[name], origin) for name in ("prompt", "completion"))
+    return PlainText(prepend_system(read_system(record, fmt, origin) or system_prompt, prompt), completion)
 
 
-def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Text:
+def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None) -> PlainText:
     assert fmt.template is not None
     values = {name: "" if record.get(column) is None else str(record[column]) for name, column in fmt.names.items()}
     template = fmt.template
@@ -159,24 +164,24 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, where: str, sys
     try:
         prompt = template.format_map(values)
     except (ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"{where}: the template cannot be filled ({error}); write fields as {{name}}") from None
-    system = None if "system" in fmt.names else read_system(record, fmt, where) or system_prompt
-    return Text(prepend_system(system, prompt), _read_text(record, fmt.names["completion"], where))
+        raise UserError(f"{origin}: the template cannot be filled ({error}); write fields as {{name}}") from None
+    system = None if "system" in fmt.names else read_system(record, fmt, origin) or system_prompt
+    return PlainText(prepend_system(system, prompt), _read_text(record, fmt.names["completion"], origin))
 
 
-def read_system(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str | None:
+def read_system(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str | None:
     """Return a record's system prompt: the field named by `fields.system` (by default `system`) or `system_prompt`."""
     for name in (fmt.names.get("system", "system"), "system_prompt"):
         if record.get(name):
-            return _read_text(record, name, where)
+            return _read_text(record, name, origin)
     return None
 
 
 def _insert_system(
-    messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, where: str
+    messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, origin: str
 ) -> list[str]:
     """Insert the record's system prompt before its turns. If a system turn overrides it, return the unused field."""
-    system = read_system(record, fmt, where)
+    system = read_system(record, fmt, origin)
     if system and messages and messages[0]["role"] == "system":
         return [] if messages[0]["content"] == system else [fmt.names.get("system", "system")]
     if system:
@@ -189,39 +194,40 @@ def prepend_system(system: str | None, prompt: str) -> str:
 
 
 def read_conversational_pair(
-    prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, where: str
-) -> Turns:
+    prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, origin: str
+) -> Conversation:
     """Join a prompt and a completion (strings or turns) into a conversation; only the completion has a loss."""
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value
         parts.append((turns, fmt.names[name], f"{name} ", name == "completion"))
-    return _read_turns(parts, record, fmt, where)
+    return _read_turns(parts, record, fmt, origin)
 
 
 def _read_turns(
-    parts: Sequence[tuple[Any, str, str, bool]], record: Mapping[str, Any], fmt: RecordFormat, where: str
-) -> Turns:
+    parts: Sequence[tuple[Any, str, str, bool]], record: Mapping[str, Any], fmt: RecordFormat, origin: str
+) -> Conversation:
     """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
 
     `parts` are tuples (list of turns, column, name in error messages, whether the turns have a loss).
     """
     images, messages, weights = ImageParts(record, fmt), list[dict[str, Any]](), dict[int, float]()
-    unread: list[str] = []
+    unused_fields: list[str] = []
     for number, (value, column, name, is_trained) in enumerate(parts):
-        turns = [Fields(turn) if isinstance(turn, Mapping) else turn for turn in _read_list(value, column, where)]
-        place = f"{where}, {name}turn"
+        turns = _read_list(value, column, origin)
+        turns = [TrackedFields(turn) if isinstance(turn, Mapping) else turn for turn in turns]
+        turn_origin = f"{origin}, {name}turn"
         read = [
-            _read_message(turn, _find_keys(turn, fmt), f"{place} {index}", fmt.roles, images)
+            _read_message(turn, _find_keys(turn, fmt), f"{turn_origin} {index}", fmt.roles, images)
             for index, turn in enumerate(turns, start=1)
         ]
-        unread += _insert_system(read, record, fmt, where) if number == 0 else []
+        unused_fields += _insert_system(read, record, fmt, origin) if number == 0 else []
         first = len(messages) + len(read) - len(turns)
-        weights |= _read_weights(turns, place, first) if is_trained else dict.fromkeys(range(len(read)), 0.0)
-        unread += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.list_unread())
+        weights |= _read_weights(turns, turn_origin, first) if is_trained else dict.fromkeys(range(len(read)), 0.0)
+        unused_fields += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.list_unused())
         messages += read
-    tools = _read_tools(record.get(fmt.names.get("tools", "tools")), where)
-    return Turns(messages, tools, weights, tuple(unread), images.store(where))
+    tools = _read_tools(record.get(fmt.names.get("tools", "tools")), origin)
+    return Conversation(messages, tools, weights, tuple(unused_fields), images.store(origin))
 
 
 def _find_keys(turn: Any, fmt: RecordFormat) -> tuple[str, str]:
@@ -231,96 +237,96 @@ def _find_keys(turn: Any, fmt: RecordFormat) -> tuple[str, str]:
     return keys
 
 
-def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, where: str) -> str:
+def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str:
     """Join the instruction and the optional input, with headings if there is no chat template."""
-    instruction = _read_text(record, fmt.names["instruction"], where)
+    instruction = _read_text(record, fmt.names["instruction"], origin)
     extra = record.get(fmt.names["input"]) or ""
     if not isinstance(extra, str):
-        raise UserError(f"{where}: {fmt.names['input']} is {describe_type(extra)}; use a string")
+        raise UserError(f"{origin}: {fmt.names['input']} is {describe_type(extra)}; use a string")
     if fmt.alpaca_as_chat:
         return f"{instruction}\n\n{extra}" if extra else instruction
     return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
 
 
-def _read_alpaca(record: Mapping[str, Any], fmt: RecordFormat, where: str, system_prompt: str | None) -> Turns | Text:
-    prompt, output = build_alpaca_prompt(record, fmt, where), _read_text(record, fmt.names["output"], where)
+def _read_alpaca(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None) -> SingleExample:
+    prompt, output = build_alpaca_prompt(record, fmt, origin), _read_text(record, fmt.names["output"], origin)
     if not fmt.alpaca_as_chat:
-        return Text(prepend_system(read_system(record, fmt, where) or system_prompt, prompt), output)
+        return PlainText(prepend_system(read_system(record, fmt, origin) or system_prompt, prompt), output)
     turns: list[dict[str, Any]] = []
     for pair in record.get(fmt.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(
-                f"{where}: history contains {describe_type(pair)}, not pairs; write [[question, answer], ...]"
+                f"{origin}: history contains {describe_type(pair)}, not pairs; write [[question, answer], ...]"
             )
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
-    return _read_turns([(turns, fmt.names["instruction"], "", True)], record, fmt, where)
+    return _read_turns([(turns, fmt.names["instruction"], "", True)], record, fmt, origin)
 
 
 def _read_message(
-    turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str], images: ImageParts
+    turn: Any, keys: tuple[str, str], origin: str, roles: Mapping[str, str], images: ImageParts
 ) -> dict[str, Any]:
-    if not isinstance(turn, Fields):
-        raise UserError(f"{where}: is {describe_type(turn)}; write a record with {keys[0]} and {keys[1]}")
+    if not isinstance(turn, TrackedFields):
+        raise UserError(f"{origin}: is {describe_type(turn)}; write a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
     word = name.strip().lower() if isinstance(name, str) else ""
     role = roles.get(word) or ROLES.get(word)
     if role is None:
         if keys[0] not in turn:
             names = join_names(turn)
-            raise UserError(f"{where}: has no {keys[0]} (the turn has {names}); add it, or name it in dataset.fields")
+            raise UserError(f"{origin}: has no {keys[0]} (the turn has {names}); add it, or name it in dataset.fields")
         fix = "use system, user, assistant or tool, or map it in the source's `roles`"
-        raise UserError(f"{where}: unknown {keys[0]} {name!r}; {fix}")
+        raise UserError(f"{origin}: unknown {keys[0]} {name!r}; {fix}")
     message: dict[str, Any] = {"role": role}
     content = turn.get(keys[1])
     content = turn.wrap(keys[1], content) if isinstance(content, list) else content
     calls = turn.get("tool_calls")
     if name in ("function_call", "tool_call") and not calls:
-        call = _parse_json(content, "the tool call is", where)
+        call = _parse_json(content, "the tool call is", origin)
         calls, content = call if isinstance(call, list) else [call], None
     elif isinstance(turn.get("function_call"), Mapping) and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
         others = join_names(key for key, value in turn.items() if value)
-        raise UserError(f"{where}: the {role} turn has no {keys[1]}, but {others}; add the field, or remove the turn")
-    message["content"] = images.read_marks(_read_content(content, keys[1], where, images))
+        raise UserError(f"{origin}: the {role} turn has no {keys[1]}, but {others}; add the field, or remove the turn")
+    message["content"] = images.replace_placeholders(_read_content(content, keys[1], origin, images))
     if role == "assistant" and IMAGE in message["content"]:
-        raise UserError(f"{where}: an assistant turn has an image, but answers are text; move the image to a user turn")
+        raise UserError(f"{origin}: an assistant turn has an image, but answers are text; move it to a user turn")
     if calls:
-        calls = turn.wrap("tool_calls", _read_list(calls, "tool_calls", where))
-        message["tool_calls"] = [_read_tool_call(call, where) for call in calls]
+        calls = turn.wrap("tool_calls", _read_list(calls, "tool_calls", origin))
+        message["tool_calls"] = [_read_tool_call(call, origin) for call in calls]
     for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
             message[key] = turn[key]
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), None)
-    return message | ({REASONING[0]: _read_content(reasoning, "reasoning", where)} if reasoning else {})
+    return message | ({REASONING[0]: _read_content(reasoning, "reasoning", origin)} if reasoning else {})
 
 
-def _read_weights(turns: Sequence[Mapping[str, Any]], where: str, first: int) -> dict[int, float]:
+def _read_weights(turns: Sequence[Mapping[str, Any]], origin: str, first: int) -> dict[int, float]:
     """Return the weights below 1 by turn number, starting at `first`. Raises UserError for weights outside [0, 1]."""
     weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
-        for name in (*SWITCHES, *INVERSE_SWITCHES):
+        for name in (*WEIGHT_FIELDS, *MASK_FIELDS):
             value = turn.get(name)
             if value is None:
                 continue
             if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-                raise UserError(f"{where} {index + 1}: {name}={value!r}: must be true, false or a weight from 0 to 1")
-            weight = 1.0 - value if name in INVERSE_SWITCHES else float(value)
+                raise UserError(f"{origin} {index + 1}: {name}={value!r}: must be true, false or a weight from 0 to 1")
+            weight = 1.0 - value if name in MASK_FIELDS else float(value)
             if weight < 1:
                 weights[first + index] = min(weight, weights.get(first + index, 1.0))
     return weights
 
 
-def _read_content(content: Any, key: str, where: str, images: ImageParts | None = None) -> str:
+def _read_content(content: Any, key: str, origin: str, images: ImageParts | None = None) -> str:
     """Return content as a string; the parts of an OpenAI list are joined, with IMAGE in place of each image."""
     if isinstance(content, list):
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        raise UserError(f"{where}: {key} has parts that are neither text nor images; remove those, or set their type")
+        raise UserError(f"{origin}: {key} has parts that are neither text nor images; remove those, or set their type")
     if not isinstance(content, str | None):
-        raise UserError(f"{where}: {key} is {describe_type(content)}; use a string")
+        raise UserError(f"{origin}: {key} is {describe_type(content)}; use a string")
     return content or ""
 
 
@@ -332,48 +338,48 @@ def _read_part(part: Any, images: ImageParts | None) -> Any:
     return part.get("text") if part.get("type") in TEXT_PARTS else None
 
 
-def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
+def _read_tool_call(call: Any, origin: str) -> dict[str, Any]:
     """Return a call in OpenAI's format. Raises UserError if it has no name, or if its arguments are not JSON."""
     function = call
-    if isinstance(call, Fields) and "function" in call:
+    if isinstance(call, TrackedFields) and "function" in call:
         [function] = call.wrap("function", [call["function"]])
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where}: a tool call has no function.name; add it, with function.arguments")
+        raise UserError(f"{origin}: a tool call has no function.name; add it, with function.arguments")
     # A dict here; ChatTemplate converts it to the type that the template expects.
-    arguments = _parse_json(function.get("arguments") or {}, f"arguments of {function['name']} are", where)
+    arguments = _parse_json(function.get("arguments") or {}, f"arguments of {function['name']} are", origin)
     tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return tool_call | ({"id": call["id"]} if call.get("id") else {})
 
 
-def _read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+def _read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
     """Read tool definitions, given as a list of JSON schemas or as a JSON string with such a list."""
-    value = None if isinstance(value, str) and not value.strip() else _parse_json(value, "tools are", where)
+    value = None if isinstance(value, str) and not value.strip() else _parse_json(value, "tools are", origin)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"{where}: tools must be a list of function definitions; write them in OpenAI's format")
+        raise UserError(f"{origin}: tools must be a list of function definitions; write them in OpenAI's format")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
-def _read_list(value: Any, name: str, where: str) -> list[Any]:
+def _read_list(value: Any, name: str, origin: str) -> list[Any]:
     """Return a list, which may be given as a JSON string, as in CSV files."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _parse_json(value, f"{name} is", where)
+        value = _parse_json(value, f"{name} is", origin)
     if not isinstance(value, list):
-        raise UserError(f"{where}: {name} is {describe_type(value)}; use a list")
+        raise UserError(f"{origin}: {name} is {describe_type(value)}; use a list")
     return value
 
 
-def _parse_json(value: Any, subject: str, where: str) -> Any:
+def _parse_json(value: Any, subject: str, origin: str) -> Any:
     """Parse a JSON string. Return other values unchanged. Raises UserError if a string is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: {subject} not JSON ({error.msg}, column {error.colno}); fix it") from None
+        raise UserError(f"{origin}: {subject} not JSON ({error.msg}, column {error.colno}); fix it") from None
 
 
-def _read_text(record: Mapping[str, Any], name: str, where: str) -> str:
+def _read_text(record: Mapping[str, Any], name: str, origin: str) -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise UserError(f"{where}: {name} is {describe_type(value)}; use a string")
+        raise UserError(f"{origin}: {name} is {describe_type(value)}; use a string")
     return value

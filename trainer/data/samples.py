@@ -21,14 +21,14 @@ class Sample:
     """One sequence: its tokens, their weights as targets (0: no target), and the lengths of its documents."""
 
     input_ids: list[int]
-    trained: Sequence[float]
+    loss_weights: Sequence[float]
     document_lengths: list[int]
     reference: tuple[float, ...] = ()
     """Cached log-probability of each document's answer under the reference model, in nats."""
     margins: tuple[float, ...] = ()
     """Margin for each pair of answers; 0 for pairs without a margin."""
     images: tuple[tuple[bytes, ...], ...] = ()
-    """Images of each document, in order (see `read_stored`); empty if no document has images."""
+    """Images of each document, in order (see `read_stored_image`); empty if no document has images."""
 
 
 class Samples:
@@ -69,7 +69,7 @@ class Samples:
         rejected = self._documents.column("rejected")[index].as_py()
         margins = (self._documents.column("margin")[index].as_py(),) if rejected else ()
         stored = self._documents.column("images")[index].as_py()
-        lengths = split_row_length(len(input_ids), rejected)
+        lengths = split_row_lengths(len(input_ids), rejected)
         images = (tuple(stored),) * len(lengths) if stored else ()
         return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
 
@@ -78,7 +78,7 @@ class Samples:
         for chunk in self._documents.column("images").chunks:
             yield chunk.flatten().unique().to_pylist()
 
-    def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def count_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of tokens and the number of target tokens in every sample."""
         chunks = [self._documents.column(name).chunks for name in ("length", "targets")]
         columns = [np.concatenate([_to_numpy(chunk) for chunk in column])[self._members] for column in chunks]
@@ -107,7 +107,7 @@ class SampleStream:
     packed: bool
 
 
-def split_row_length(tokens: int, rejected: int) -> list[int]:
+def split_row_lengths(tokens: int, rejected: int) -> list[int]:
     """Return the lengths of a row's documents; if `rejected` > 0, the last `rejected` tokens are a second document."""
     return [tokens - rejected, rejected] if rejected else [tokens]
 
@@ -117,7 +117,7 @@ def split_documents(sample: Sample) -> Iterator[Sample]:
     for number, length in enumerate(sample.document_lengths):
         end, images = start + length, sample.images[number : number + 1]
         has_images = any(images)
-        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length], images=images * has_images)
+        yield Sample(sample.input_ids[start:end], sample.loss_weights[start:end], [length], images=images * has_images)
         start = end
 
 
@@ -127,7 +127,7 @@ def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]
     Repeated image tokens are shown once, with their count.
     """
     at = 0
-    for weight, run in groupby(map(float, document.trained)):
+    for weight, run in groupby(map(float, document.loss_weights)):
         count = len(list(run))
         text = sanitize(tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False))
         if document.images:
@@ -142,7 +142,7 @@ def join_samples(samples: list[Sample]) -> Sample:
     images = [document for sample in samples for document in sample.images or ((),) * len(sample.document_lengths)]
     return Sample(
         [token for sample in samples for token in sample.input_ids],
-        [trained for sample in samples for trained in sample.trained],
+        [weight for sample in samples for weight in sample.loss_weights],
         [length for sample in samples for length in sample.document_lengths],
         margins=tuple(margin for sample in samples for margin in sample.margins),
         images=tuple(images) if any(images) else (),

@@ -14,14 +14,14 @@ import torch
 
 from trainer.data.samples import Sample, Samples, split_documents
 
-WORTH_SHARING = 0.1
+MIN_SAVINGS = 0.1
 """Minimum fraction of tokens that sharing must save with `share_prompt: auto`. Below it, sharing may cost more than it
 saves, because it copies keys and values, and attention must process documents of uneven lengths."""
 _MEASURED_SAMPLES = 1000
 
 
 def count_shared_tokens(chosen: Sample, rejected: Sample) -> int:
-    answer = next((at for at, weight in enumerate(rejected.trained) if weight), len(rejected.trained))
+    answer = next((at for at, weight in enumerate(rejected.loss_weights) if weight), len(rejected.loss_weights))
     shortest = max(0, min(answer - 1, len(chosen.input_ids)))
     equal = np.asarray(chosen.input_ids[:shortest]) == np.asarray(rejected.input_ids[:shortest])
     return shortest if equal.all() else int(equal.argmin())
@@ -29,28 +29,28 @@ def count_shared_tokens(chosen: Sample, rejected: Sample) -> int:
 
 def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
     """Remove shared prefixes from rejected documents; return all documents and the lengths of the removed prefixes."""
-    shortened, shared = [], []
+    shortened, shared_lengths = [], []
     for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
         at = count_shared_tokens(chosen, rejected)
-        remainder = Sample(rejected.input_ids[at:], rejected.trained[at:], [len(rejected.input_ids) - at])
+        remainder = Sample(rejected.input_ids[at:], rejected.loss_weights[at:], [len(rejected.input_ids) - at])
         shortened += [chosen, remainder]
-        shared += [0, at]
-    return shortened, shared
+        shared_lengths += [0, at]
+    return shortened, shared_lengths
 
 
-def build_shared_keys(lengths: Sequence[int], shared: Sequence[int]) -> dict[str, Any]:
+def build_shared_keys(lengths: Sequence[int], shared_lengths: Sequence[int]) -> dict[str, Any]:
     """Return the arguments to `varlen_attention` for shared keys; empty if nothing is shared.
 
-    Document i, with `lengths[i]` tokens, also attends to the first `shared[i]` keys of document i - 1.
+    Document i, with `lengths[i]` tokens, also attends to the first `shared_lengths[i]` keys of document i - 1.
     """
-    if not any(shared):
+    if not any(shared_lengths):
         return {}
     starts = [0, *accumulate(lengths)]
     parts = []
-    for number, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+    for number, (length, common) in enumerate(zip(lengths, shared_lengths, strict=True)):
         previous, start = starts[max(0, number - 1)], starts[number]
         parts += [np.arange(previous, previous + common), np.arange(start, start + length)]
-    counts = [length + common for length, common in zip(lengths, shared, strict=True)]
+    counts = [length + common for length, common in zip(lengths, shared_lengths, strict=True)]
     return {
         "key_index": torch.from_numpy(np.concatenate(parts)),
         "key_seqlens": torch.tensor([0, *accumulate(counts)], dtype=torch.int32),

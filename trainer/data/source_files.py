@@ -34,45 +34,45 @@ def read_template(configured: str) -> str:
     if "{" in configured:
         return configured
     if not configured.strip():
-        raise UserError("dataset.chat_template: empty; write a template or the path of a file, or remove the setting")
+        raise UserError("dataset.chat_template: empty; write a template or the path to a file, or remove the setting")
     try:
         if (text := read_text(Path(configured).expanduser())).strip():
             return text
         problem = "the file is empty; write a template into it, or remove the setting"
     except FileNotFoundError:
-        problem = "neither a template nor an existing file; write a template, or the path of a file"
+        problem = "not a template, and no such file; write a template, or the path to a file"
     except UnreadableFileError as error:
         problem = f"{error.problem}; {error.fix}"
     raise UserError(f"dataset.chat_template={configured}: {problem}")
 
 
-def find_data_files(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
+def find_data_files(source: SourceSection, path: Path, split: str, label: str) -> list[Path]:
     where = describe_source(source, label)
     kinds = ", ".join(READERS)
-    if local.is_file():
+    if path.is_file():
         if source.data_files:
             raise UserError(f"{label}.data_files={to_text(source.data_files)}: {where} is a file; remove data_files")
-        if get_data_suffix(local) not in READERS:
-            suffix = local.suffix or "a file without a suffix"
+        if get_data_suffix(path) not in READERS:
+            suffix = path.suffix or "a file without a suffix"
             is_archive = suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             fix = "unpack it" if is_archive else f"use {kinds}, also with .gz"
             raise UserError(f"{where}: {suffix} is not supported; {fix}")
-        if split != "train" and _find_split(Path(local.name)) != _normalize_split(split):
+        if split != "train" and _find_split(Path(path.name)) != _normalize_split(split):
             raise UserError(describe_missing_split(label, split, to_text(source.path)))
-        return [local]
+        return [path]
     try:
-        files = [file for file in sorted(local.rglob("*")) if file.is_file() and get_data_suffix(file) in READERS]
-        next(local.iterdir(), None)  # raises for an unreadable folder, which rglob skips silently
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and get_data_suffix(file) in READERS]
+        next(path.iterdir(), None)  # raises for an unreadable folder, which rglob skips silently
     except OSError as error:
         raise UserError(f"{where}: the folder cannot be read ({error.strerror}); fix its permissions") from None
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     # Skip a README next to the data.
     files = [file for file in files if get_data_suffix(file) != ".md"] or files
     if not files:
         raise UserError(f"{where}: the folder has no data files; add files that end in {kinds}")
     if source.data_files:
-        return _check_one_kind(_select_named_files(source, local, files, label), where)
-    by_split = {file: _find_split(file.relative_to(local)) for file in files}
+        return _check_one_kind(_select_named_files(source, path, files, label), where)
+    by_split = {file: _find_split(file.relative_to(path)) for file in files}
     splits = {name for name in by_split.values() if name}
     if splits:
         files = [file for file in files if by_split[file] == _normalize_split(split)]
@@ -90,11 +90,11 @@ def describe_missing_split(label: str, split: str, path: str) -> str:
     return f"{label}.split={split}: {path} has no such split; {fix}"
 
 
-def _select_named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:
-    names = {str(file.relative_to(local)): file for file in files}
+def _select_named_files(source: SourceSection, path: Path, files: list[Path], label: str) -> list[Path]:
+    names = {str(file.relative_to(path)): file for file in files}
     selected: dict[str, Path] = {}
     for pattern in source.data_files:
-        relative = pattern.removeprefix("./").removeprefix(f"{local}/")
+        relative = pattern.removeprefix("./").removeprefix(f"{path}/")
         matches = {name: file for name, file in names.items() if fnmatch(name, relative)}
         if not matches:
             near = find_nearest(relative, names)

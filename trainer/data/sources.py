@@ -121,7 +121,7 @@ def resolve_local_path(source: SourceSection, label: str) -> Path | None:
         return fetch_data(source.path, where)
     if "://" in source.path:
         fix = "write it without file://" if source.path.startswith("file:") else "download it, or use a Hub dataset"
-        raise UserError(f"{where}: URLs of this kind cannot be read; {fix}, or use a location such as s3://bucket/data")
+        raise UserError(f"{where}: this kind of URL is not supported; {fix}, or use a URL such as s3://bucket/data")
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
@@ -132,7 +132,7 @@ def resolve_local_path(source: SourceSection, label: str) -> Path | None:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise UserError(f"{where}: is a pipe, socket or device, but data is read repeatedly; write the data to a file")
+        raise UserError(f"{where}: is a pipe, socket or device, but data is read more than once; write it to a file")
     return path.absolute()
 
 

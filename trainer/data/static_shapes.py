@@ -9,10 +9,10 @@ import torch
 
 from trainer.data.batches import IGNORED, MicroBatch
 
-PARTS = 16
-"""Padding adds at most 1 / PARTS of the length."""
-HEAD_PARTS = 8
-"""The number of positions per row for the output head is rounded up to a multiple of the length / HEAD_PARTS."""
+LENGTH_STEPS = 16
+"""Padding adds at most 1 / LENGTH_STEPS of the length."""
+HEAD_STEPS = 8
+"""The number of positions per row for the output head is rounded up to a multiple of the length / HEAD_STEPS."""
 MIN_DOCUMENTS = 4
 
 
@@ -29,25 +29,25 @@ class StaticShape:
     longest: int = 0
     """Upper bound on the document lengths, if the batch has `cu_seqlens`."""
 
-    def fits(self, other: "StaticShape") -> bool:
+    def can_hold(self, other: "StaticShape") -> bool:
         """Return whether a batch of the other shape may be padded to this one."""
         if (self.rows, self.length, self.packed) != (other.rows, other.length, other.packed):
             return False
-        if self.is_even or other.is_even:
+        if self.has_equal_documents or other.has_equal_documents:
             fits = (self.documents, self.longest) == (other.documents, other.longest)
         else:
             fits = self.documents >= other.documents and self.longest >= other.longest
         return fits and self.targets >= other.targets
 
     @property
-    def is_even(self) -> bool:
+    def has_equal_documents(self) -> bool:
         """Whether documents of equal length fill the row, so that attention can compute them as a batch."""
         return self.documents * self.longest == self.rows * self.length
 
 
 def round_up(count: int) -> int:
-    """Round `count` up to a multiple of 2^floor(log2 count) / PARTS, which adds at most 1 / PARTS of it."""
-    unit = max(1, (1 << count.bit_length() - 1) // PARTS)
+    """Round `count` up to a multiple of 2^floor(log2 count) / LENGTH_STEPS, adding at most 1 / LENGTH_STEPS of it."""
+    unit = max(1, (1 << count.bit_length() - 1) // LENGTH_STEPS)
     return -(-count // unit) * unit
 
 
@@ -56,13 +56,13 @@ def measure_sizes(batch: MicroBatch) -> tuple[int, int]:
     return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
 
 
-def choose_shape(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
-    """Return the shape to which a batch should be padded; sizes equal to the `usual` (L, K) are not padded."""
+def choose_shape(batch: MicroBatch, common_size: tuple[int, int] = (0, 0)) -> StaticShape:
+    """Return the shape to which a batch should be padded; sizes equal to the `common_size` (L, K) are not padded."""
     rows, (unpadded_length, unpadded_targets) = len(batch.input_ids), measure_sizes(batch)
-    length = unpadded_length if unpadded_length == usual[0] else round_up(unpadded_length)
-    unit = max(1, length // HEAD_PARTS)
+    length = unpadded_length if unpadded_length == common_size[0] else round_up(unpadded_length)
+    unit = max(1, length // HEAD_STEPS)
     targets = min(length, -(-unpadded_targets // unit) * unit)
-    if (unpadded_length, unpadded_targets) == usual:
+    if (unpadded_length, unpadded_targets) == common_size:
         targets = unpadded_targets
     if batch.cu_seqlens is None:
         return StaticShape(rows, length, targets, packed=batch.position_ids is not None)
@@ -71,7 +71,7 @@ def choose_shape(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticSh
         return StaticShape(rows, length, targets, True, documents, batch.max_seqlen)
     bounds = max(MIN_DOCUMENTS, 1 << documents.bit_length())  # at least one more document, for the padding
     longest = 1 << (max(batch.max_seqlen, length - unpadded_length) - 1).bit_length()
-    # The shape must not be `is_even`: its documents have different lengths.
+    # The shape must not be `has_equal_documents`: its documents have different lengths.
     return StaticShape(rows, length, targets, True, bounds, longest + (bounds * longest == length))
 
 

@@ -10,6 +10,7 @@ ENOUGH_STEPS = 100
 """Minimum number of steps with `global_batch_size: auto`, if the data has that many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
+AUTO_BATCH_SIZE = "batch_size is chosen when training starts"
 SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
 
 
@@ -94,11 +95,9 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
     """Describe the steps, as in `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
-        return (
-            f"{training.epochs:g} epochs of {format_count(samples or 0, 'sample')}; batch_size is chosen at the start"
-        )
+        return f"{training.epochs:g} epochs of {format_count(samples or 0, 'sample')}; {AUTO_BATCH_SIZE}"
     if training.batch_size == AUTO:
-        return f"{total:,}; batch_size is chosen at the start"
+        return f"{total:,}; {AUTO_BATCH_SIZE}"
     size = compute_global_batch(training, world_size)
     an_epoch = (
         f" ({compute_steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
@@ -140,7 +139,7 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
     warnings = []
     if total < FEW_STEPS and training.max_steps is None:
         size = compute_global_batch(training, world_size)
-        first = ", the first of them at a learning rate of 0" if warmup else ""
+        first = ", the first one with a learning rate of 0" if warmup else ""
         fixes = ["training.global_batch_size=auto"] * (size > world_size) + ["more training.epochs"]
         fixes += ["dataset.packing=false"] * config.dataset.packing
         warnings.append(

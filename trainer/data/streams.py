@@ -21,7 +21,7 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.documents import DocumentEncoder, SourceReport
 from trainer.data.formats import RecordFormat
 from trainer.data.grouping import pack_best_fit
-from trainer.data.samples import Gather, Sample, join_samples, split_row_length
+from trainer.data.samples import Gather, Sample, join_samples, split_row_lengths
 from trainer.data.source_files import describe_source
 from trainer.data.sources import build_no_records_error, read_rows, read_source
 
@@ -149,7 +149,7 @@ class SourceStream:
         for problem in problems:
             print(f"skipped: {problem}", file=sys.stderr, flush=True)  # goes to this rank's log
         return [
-            Sample(ids, trained, split_row_length(len(ids), rejected))
+            Sample(ids, trained, split_row_lengths(len(ids), rejected))
             for ids, trained, rejected, targets in documents
             if targets
         ], len(problems)

@@ -68,10 +68,7 @@ def _remove_padding(value: Any) -> Any:
 
 
 LFS_POINTER = "is a Git LFS pointer, not the data; fetch the data with git lfs pull"
-_NO_DATA = {
-    b"version https://git-lfs": LFS_POINTER,
-    b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz",
-}
+_NO_DATA = {b"version https://git-lfs": LFS_POINTER, b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz"}
 
 
 def is_lfs_pointer(file: Path) -> bool:
@@ -105,7 +102,7 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
     except (gzip.BadGzipFile, zlib.error) as error:
         problem = f"is damaged after line {number} ({error}); copy it again"
         if not number:
-            problem = f"has the suffix .gz but another format ({error}); rename it to match its format"
+            problem = f"has the suffix .gz, but is not gzip-compressed ({error}); rename it"
     except OSError as error:
         problem = f"cannot be read ({error.strerror}); fix its permissions, or copy it"
     else:

@@ -9,25 +9,25 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError
-from trainer.data.records import Text
+from trainer.data.records import PlainText
 
 Span = tuple[int, int]
 WeightedSpan = tuple[int, int, float]
 # Text for warnings.
-LOST_END = "no token that ends the last answer, so the model does not learn to stop"
+NO_END_TOKEN = "no token that ends the last answer, so the model does not learn to stop"
 
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """One document, or both documents of a pair: token ids, their loss weights, and the record's `lost` parts."""
+    """One document, or both documents of a pair: token ids, their loss weights, and the record's `warnings`."""
 
     input_ids: list[int]
-    trained: list[float]
-    lost: tuple[str, ...] = ()
-    rejected: int = 0
+    loss_weights: list[float]
+    warnings: tuple[str, ...] = ()
+    rejected_tokens: int = 0
     """Number of tokens in the second document, the rejected answer of a pair; 0 for a single document."""
-    cut: bool = False
-    """Whether the prompts of a pair were cut."""
+    is_truncated: bool = False
+    """Whether the beginning of a pair's prompts was removed."""
     images: tuple[bytes, ...] = ()
 
 
@@ -35,7 +35,7 @@ def encode_spans(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     spans: Sequence[Sequence[WeightedSpan]],
-    where: Sequence[str],
+    origins: Sequence[str],
 ) -> list[EncodedDocument]:
     """Tokenize texts without adding special tokens; tokens that overlap a span have its weight.
 
@@ -43,24 +43,24 @@ def encode_spans(
     """
     if not texts:
         return []
-    for text, place in zip(texts, where, strict=True):
-        _reject_surrogates(text, place)
+    for text, origin in zip(texts, origins, strict=True):
+        _reject_surrogates(text, origin)
     batch = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     encoded: list[EncodedDocument] = []
     for index, text in enumerate(texts):
         ids: list[int] = batch["input_ids"][index]
         starts, ends = _compute_extents(batch["offset_mapping"][index])
-        trained = np.zeros(len(ids))
+        weights = np.zeros(len(ids))
         for start, end, weight in spans[index]:
             inside = (ends > start) & (starts < end)
-            _check_span(tokenizer, [ids[at] for at in np.flatnonzero(inside).tolist()], text[start:end], where[index])
-            trained[inside] = np.maximum(trained[inside], weight)
-        encoded.append(EncodedDocument(ids, trained.tolist()))
+            _check_span(tokenizer, [ids[at] for at in np.flatnonzero(inside).tolist()], text[start:end], origins[index])
+            weights[inside] = np.maximum(weights[inside], weight)
+        encoded.append(EncodedDocument(ids, weights.tolist()))
     return encoded
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], train_on: frozenset[str], where: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[PlainText], train_on: frozenset[str], origins: Sequence[str]
 ) -> list[EncodedDocument]:
     """Encode each prompt and completion as one string, with beginning- and end-of-text tokens.
 
@@ -73,24 +73,24 @@ def encode_texts(
     first = detect_leading_token(tokenizer)
     last = tokenizer.eos_token_id
     encoded: list[EncodedDocument] = []
-    for text, body in zip(texts, encode_spans(tokenizer, joined, spans, where), strict=True):
-        ids, trained = body.input_ids, body.trained
+    for text, body in zip(texts, encode_spans(tokenizer, joined, spans, origins), strict=True):
+        ids, weights = body.input_ids, body.loss_weights
         if ids and first is not None and ids[0] != first:
-            ids, trained = [first, *ids], [0.0, *trained]
+            ids, weights = [first, *ids], [0.0, *weights]
         if ids and text.completion and isinstance(last, int) and ids[-1] != last:
-            ids, trained = [*ids, last], [*trained, 1.0]
-        encoded.append(EncodedDocument(ids, trained, () if isinstance(last, int) else (LOST_END,)))
+            ids, weights = [*ids, last], [*weights, 1.0]
+        encoded.append(EncodedDocument(ids, weights, () if isinstance(last, int) else (NO_END_TOKEN,)))
     return encoded
 
 
-def _reject_surrogates(text: str, where: str) -> None:
+def _reject_surrogates(text: str, origin: str) -> None:
     """Raise UserError for unpaired surrogates such as U+D83D, which JSON can contain and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         surrogate, before = f"\\u{ord(text[error.start]):04x}", text[: error.start][-20:]
         raise UserError(
-            f"{where}: has an unpaired surrogate ({surrogate}, after {before!r}); fix or remove it"
+            f"{origin}: has an unpaired surrogate ({surrogate}, after {before!r}); fix or remove it"
         ) from None
 
 
@@ -114,7 +114,7 @@ def _compute_extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArra
     return np.minimum(pairs[:, 0], before), ends
 
 
-def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, where: str) -> None:
+def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, origin: str) -> None:
     """Raise UserError if the trained tokens do not decode to their text, ignoring whitespace."""
 
     def decode(tokens: list[int]) -> str:
@@ -130,6 +130,6 @@ def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, w
     after = len(actual) - before - len(alone)
     if before < 0 or before >= max(1, len(decode(ids[:1]))) or after >= max(1, len(decode(ids[-1:]))):
         raise UserError(
-            f"{where}: the trained tokens decode to {actual[:60]!r}, but the text is {expected[:60]!r}, so the "
+            f"{origin}: the trained tokens decode to {actual[:60]!r}, but the text is {expected[:60]!r}, so the "
             "tokenizer's offsets are wrong; set model.tokenizer to another tokenizer"
         )

@@ -18,10 +18,10 @@ import xxhash
 from trainer.config import UserError
 from trainer.contract.known_versions import patch_attribute, require
 from trainer.data.image_features import GRID, FeatureFiles
-from trainer.data.image_parts import decode_image, is_animated, read_stored
+from trainer.data.image_parts import decode_image, is_animated, read_stored_image
 from trainer.data.samples import Sample, split_documents
 
-FIRST_FRAME = "an image with several frames, of which only the first is used"
+FIRST_FRAME = "an image with several frames; only the first is used"
 """Text for warnings."""
 Edit = tuple[int, int, str]
 Span = tuple[int, int, float]
@@ -57,12 +57,12 @@ class ImageReader:
         return True
 
     @property
-    def key(self) -> str:
+    def settings_digest(self) -> str:
         """A hash that is equal for processors that produce the same tokens."""
         settings = f"{type(self._processor).__qualname__}{self._images.to_json_string()}{self._arguments[3]}"
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
-    def build_edits(self, text: str, stored: Sequence[bytes], where: str) -> tuple[list[Edit], bool]:
+    def build_edits(self, text: str, stored: Sequence[bytes], origin: str) -> tuple[list[Edit], bool]:
         """Return the replacement for each image placeholder in a text, and whether any image is animated.
 
         Raises UserError if an image cannot be read, or if the text has more or fewer placeholders than images.
@@ -70,12 +70,12 @@ class ImageReader:
         starts = [match.start() for match in re.finditer(re.escape(self.token), text)]
         if len(starts) != len(stored):
             raise UserError(
-                f"{where}: the text has {self.token} {len(starts)} times, but there are {len(stored)} images; "
+                f"{origin}: the text has {self.token} {len(starts)} times, but there are {len(stored)} images; "
                 "remove it from the turns, or set dataset.chat_template to a template that writes images"
             )
-        data = [self._read(image, f"{where}, image {number}") for number, image in enumerate(stored, start=1)]
+        data = [self._read(image, f"{origin}, image {number}") for number, image in enumerate(stored, start=1)]
         images = [decode_image(content, name) for content, name in data]
-        texts = self._process_images(images, where)[1] if images else []
+        texts = self._process_images(images, origin)[1] if images else []
         edits = [(start, start + len(self.token), new) for start, new in zip(starts, texts, strict=True)]
         return edits, any(is_animated(content) for content, _ in data)
 
@@ -102,11 +102,11 @@ class ImageReader:
         ids = self._arguments[2](text, add_special_tokens=False)["input_ids"]
         return Sample(ids, [False] * len(ids), [len(ids)], images=((file.getvalue(),),))
 
-    def _read(self, stored: bytes, where: str) -> tuple[bytes, str]:
-        data, file = read_stored(stored)
-        return data, f"{where} ({file})" if file else where
+    def _read(self, stored: bytes, origin: str) -> tuple[bytes, str]:
+        data, file = read_stored_image(stored)
+        return data, f"{origin} ({file})" if file else origin
 
-    def _process_images(self, images: list[Any], where: str) -> tuple[Any, list[str]]:
+    def _process_images(self, images: list[Any], origin: str) -> tuple[Any, list[str]]:
         """Return the processor's output for images, and the text that replaces each placeholder."""
         settings = {**getattr(self._processor, "images_kwargs", {}), "return_tensors": "pt"}
         if hasattr(self._processor, "use_image_special_tokens"):  # an argument of LFM2-VL's method
@@ -115,7 +115,7 @@ class ImageReader:
         try:
             inputs, texts = process(images, **settings)
         except ValueError as error:  # for example an extreme aspect ratio
-            raise UserError(f"{where}: the model's processor rejects an image ({error}); remove the image") from None
+            raise UserError(f"{origin}: the model's processor rejects an image ({error}); remove the image") from None
         return inputs, texts
 
 
@@ -182,11 +182,11 @@ class ImageInputs:
     features: FeatureFiles | None = None
     """Cached outputs of the vision tower."""
 
-    def fill(self, rows: Sequence[Sample]) -> Sequence[Sample]:
+    def append_dummy(self, rows: Sequence[Sample]) -> Sequence[Sample]:
         """Append `dummy` to the rows of a batch without images."""
         return rows if self.dummy is None or any(row.images for row in rows) else [*rows, self.dummy]
 
-    def build(self, batch_ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:
+    def build_inputs(self, ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:
             return {}
@@ -197,12 +197,12 @@ class ImageInputs:
             output, grids = self.features.read(stored)
             inputs = {"mm_encoder_outputs": {"image": output}}
         if self.type_name is not None and position_ids is not None:
-            inputs["attention_mask"] = self._build_masks(self.reader.mark_image_tokens(batch_ids), position_ids)
+            inputs["attention_mask"] = self._build_masks(self.reader.mark_image_tokens(ids), position_ids)
         elif self.type_name is not None:
-            inputs[self.type_name] = self.reader.mark_image_tokens(batch_ids)
+            inputs[self.type_name] = self.reader.mark_image_tokens(ids)
         if self.rope is not None:
             assert grids is not None
-            positions = self._compute_positions(batch_ids, position_ids, rows, grids)
+            positions = self._compute_positions(ids, position_ids, rows, grids)
             # transformers finds a pack's documents from the text positions, which are an additional first row.
             inputs["position_ids"] = positions if position_ids is None else torch.cat([position_ids[None], positions])
         return inputs

@@ -122,7 +122,7 @@ class JointRun:
         for member in self._members:
             run, adapter_engine = member.run, AdapterEngine(engine, member.index)
             fused_head, run.resident = run.memory.decisions.fused_head.value, first.resident
-            run.loss = self._loss if run is first else run.task.loss(engine.module, fused_head=fused_head)
+            run.loss = self._loss if run is first else run.task.build_loss(engine.module, fused_head=fused_head)
             run.task.flat_packs = first.task.flat_packs
             with choice.select(member.adapter):
                 run.begin(adapter_engine)
@@ -330,11 +330,11 @@ class JointRun:
         if not isinstance(loss, PreferenceLoss):
             return loss.compute_by_part(engine, merged, engine.device, [each.target_count for each in batches])
         own, pairs = [cast(PreferenceLoss, member.run.loss) for member in active], cast(Sequence[PairBatch], batches)
-        needed = any(each.has_reference for each in own)
-        measures, has_divergence = loss.measure(engine, merged, engine.device, with_reference=needed)
+        with_reference = any(each.has_reference for each in own)
+        measures, has_divergence = loss.measure_tokens(engine, merged, engine.device, with_reference=with_reference)
         parts = measures.split([int(batch.document_targets.sum()) for batch in pairs], dim=1)
         triples = zip(own, parts, pairs, strict=True)
-        return torch.stack([each.score(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
+        return torch.stack([each.score_measures(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
 
     def _record(self, codes: dict[int, int]) -> None:
         """Record folders and exit codes for `zerolora sweep --table`, for all adapters if `codes` is empty."""
@@ -378,4 +378,4 @@ def _count_targets(
 
 def _compute_max_length(prepared: PreparedRun) -> int:
     train = prepared.data.train
-    return int(train.lengths()[0].max()) if hasattr(train, "lengths") else 0
+    return int(train.count_tokens()[0].max()) if hasattr(train, "count_tokens") else 0

@@ -46,7 +46,7 @@ class ImagePlanner(Planner):
         count, text = None, infer_caption_shapes(pipeline)
         if prepared.data is not None:
             samples = prepared.data.train
-            count, caption = len(samples), samples.store.conditions(samples[0].caption)
+            count, caption = len(samples), samples.store.load_conditions(samples[0].caption)
             text = {name: tuple(value.shape) for name, value in caption.items()}
         return cls(read_image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)
 
@@ -129,7 +129,8 @@ def _build_inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: tor
 def infer_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
     settings = pipeline.build_empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
-    return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_infer_pooled_width(settings),)}
+    tokens = TOKENS[pipeline.family.name]
+    return pipeline.caption_shapes or {"text": (tokens, width), "pooled": (_infer_pooled_width(settings),)}
 
 
 def _infer_pooled_width(settings: Any) -> int:

@@ -58,10 +58,10 @@ class Lengths:
     @classmethod
     def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
         """Return the lengths of prepared samples and scu.reference texts; assume the maximum length for a stream."""
-        if not hasattr(samples, "lengths"):
+        if not hasattr(samples, "count_tokens"):
             return cls.assume(config)
-        tokens, targets = samples.lengths()
-        positions = None if reference is None else int(reference.lengths()[0].sum()) - len(reference)
+        tokens, targets = samples.count_tokens()
+        positions = None if reference is None else int(reference.count_tokens()[0].sum()) - len(reference)
         return cls(int(tokens.max()), int(targets.max()), len(tokens), positions)
 
 

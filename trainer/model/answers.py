@@ -8,7 +8,7 @@ from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import load_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
-from trainer.data.records import Turns
+from trainer.data.records import Conversation
 from trainer.data.tokens import detect_leading_token
 from trainer.data.vision import PromptImages
 from trainer.model.base import get_context_length
@@ -63,7 +63,7 @@ def encode_prompt(
     `text_format` formats plain-text prompts (see records.find_prompt_format). Without it, and for lists of turns, the
     prompt is rendered as a conversation. Raises UserError if the prompt is empty or the template rejects it.
     """
-    if isinstance(prompt, Turns):
+    if isinstance(prompt, Conversation):
         rendered, first_token = render_prompt(tokenizer, section, prompt.messages, prompt.tools), None
     elif isinstance(prompt, list) or text_format is None:
         turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]

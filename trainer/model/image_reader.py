@@ -159,8 +159,8 @@ def cache_features(
         return TowerOutput.from_model(output), arguments.get(GRID)
 
     [[noise]] = inputs.reader.build_dummy().images
-    state = next(iter(compute(noise)[0].tensors().values()))
-    digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.key.encode())
+    state = next(iter(compute(noise)[0].list_tensors().values()))
+    digest = xxhash.xxh3_128_hexdigest(state.float().cpu().numpy().tobytes() + inputs.reader.settings_digest.encode())
     files = FeatureFiles(folder / "features" / gather_objects(digest)[0])
     hosts = gather_objects(get_host_name())
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -168,7 +168,7 @@ def cache_features(
     rank_images = (
         image for chunk in samples.iterate_image_chunks() for image in chunk[host_ranks.index(rank) :: len(host_ranks)]
     )
-    missing = {path: image for image in rank_images if not (path := files.path(image)).exists()}
+    missing = {path: image for image in rank_images if not (path := files.get_path(image)).exists()}
     rounds = max(gather_objects(len(missing)))
     paths = list(missing)
     for number in range(rounds):

@@ -114,8 +114,8 @@ def build_empty_base(base: Any) -> Any:
     """
     from transformers.initialization import no_init_weights
 
-    if hasattr(base, "build_empty"):
-        return base.build_empty()
+    if hasattr(base, "build_without_adapter"):
+        return base.build_without_adapter()
     config = copy.deepcopy(base.config)
     config._attn_implementation = "eager"  # only the patched model supports our attention
     with no_init_weights(), torch.device("meta"):

@@ -162,7 +162,7 @@ class GraphedLoss:
         if batch.weights is not None or batch.images:
             return None
         shape = choose_shape(batch, self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0))
-        fitting = [other for other in self._captures if other.fits(shape)]
+        fitting = [other for other in self._captures if other.can_hold(shape)]
         if fitting:
             return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]
         self._seen[shape] += 1

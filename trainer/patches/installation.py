@@ -54,7 +54,7 @@ class PatchPlan:
     adapters_reason: str
     separate_projections: bool
     """Whether shared-input projections are computed one by one."""
-    run_small_pass: Callable[[Any], object]
+    run_dummy_forward: Callable[[Any], object]
     shards: LayerShards | None = None
     mlp_tile: int = 0
     """Tokens per tile of gated MLPs; 0 for no tiles."""
@@ -135,7 +135,7 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
 
     assert plan.backend != "peft"
     options: dict[str, Any] = {
-        "forward": lambda: plan.run_small_pass(model),
+        "forward": lambda: plan.run_dummy_forward(model),
         "separate": plan.separate_projections,
         "tokens": plan.rank_tokens,
     }

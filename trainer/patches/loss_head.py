@@ -368,7 +368,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: to_device(item, device) for name, item in value.items()}
     if isinstance(value, TowerOutput):
-        return value.map(partial(to_device, device=device))
+        return value.map_tensors(partial(to_device, device=device))
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

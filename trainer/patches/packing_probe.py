@@ -153,7 +153,7 @@ def check_sequence_parts(
     documents = [length - 2 * part.size + 1, 2 * part.size - 1]
     sample = Sample(_build_distant_tokens(model, length).tolist(), [True] * length, documents)
     full_batch = collate_samples([sample], pad_token_id, packed=True, flat=True)
-    part_batch = part.cut(full_batch)
+    part_batch = part.slice_batch(full_batch)
     start = int((full_batch.targets[:, : 6 * part.rank] != IGNORED).sum())
 
     def compute_logits(batch: MicroBatch) -> torch.Tensor:

@@ -100,7 +100,7 @@ class Builder:
                     model,
                     config.lora,
                     self._dtype,
-                    task.added_tokens(),
+                    task.find_added_token_ids(),
                     base_model=config.base_model,
                     task_type=task.peft_type,
                 )
@@ -125,7 +125,7 @@ class Builder:
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
         adapters = [run.training for run in config.runs]
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads, adapters=adapters)
-        loss = self._task.loss(model, fused_head=decisions.fused_head.value)
+        loss = self._task.build_loss(model, fused_head=decisions.fused_head.value)
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self._engine_config)
         limits, on_device = [training.max_grad_norm for training in adapters], decisions.clips_on_device.value
@@ -179,7 +179,7 @@ class Builder:
             ExpertLoad.for_model(model, compiled=config.training.torch_compile),
         ]
         if ranks.is_main:
-            hooks += [SkippedRecords(skipped), task.meter(model), *spikes]
+            hooks += [SkippedRecords(skipped), task.build_flops_meter(model), *spikes]
         if task.sample_every:
             hooks.append(Samples(sample, task.sample_every, total_steps))
         return [hook for hook in hooks if hook is not None]
@@ -246,7 +246,7 @@ class Builder:
             adapters=decisions.adapters.value,
             adapters_reason=decisions.adapters.reason,
             separate_projections=not decisions.siblings.value,
-            run_small_pass=self._task.run_small_pass,
+            run_dummy_forward=self._task.run_dummy_forward,
             shards=shards,
             mlp_tile=decisions.mlp_tile.value,
         )

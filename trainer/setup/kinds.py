@@ -39,7 +39,7 @@ class LanguageKind:
         """Return the model without weights, and the lines that `zerolora validate` prints about it."""
         model = build_empty_model(prepared.model_config, config.model)
         layers = prepared.model_config.get_text_config().num_hidden_layers
-        context = f", context {prepared.longest:,}" if prepared.longest else ""
+        context = f", context {prepared.context_length:,}" if prepared.context_length else ""
         tokenizer = prepared.tokenizer
         return model, [
             f"model: {config.base_model}: {type(model).__name__}, {model.num_parameters():,} parameters, "

@@ -120,7 +120,7 @@ def prepare_to_resume(
         return _join_prepared(config, [prepared for prepared, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, report, to_train=to_train)
-    config = config.fit_max_length(prepared.longest)
+    config = config.fit_max_length(prepared.context_length)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 

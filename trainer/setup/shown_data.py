@@ -16,7 +16,7 @@ from trainer.contract.standard_streams import PROGRESS
 from trainer.data.batches import Batches
 from trainer.data.cache import PreparedData
 from trainer.data.grouping import DataStats
-from trainer.data.image_parts import decode_image, read_stored
+from trainer.data.image_parts import decode_image, read_stored_image
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
@@ -59,7 +59,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
         stats = _compute_stats(samples, data.stats)
     for number, sample in enumerate(samples[:examples], start=1):
         console.print(_build_panel(sample, tokenizer, number, colors=console.color_system is not None))
-    for line in data.stats.lines():
+    for line in data.stats.format_lines():
         style = "bold yellow" if line.startswith("warning: ") else ""
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
@@ -74,7 +74,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
     epoch, first, size = _find_step(config, len(data.train), step, ranks)
     seed, shuffle = config.seed, config.dataset.shuffle
     batches = Batches(data.train, batch_size=size, accumulation=1, rank=0, world_size=1, seed=seed, shuffle=shuffle)
-    for index in batches.order(epoch)[first : first + size].tolist():
+    for index in batches.get_order(epoch)[first : first + size].tolist():
         for number, document in enumerate(split_documents(data.train[index])):
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             label = f"sample {index}" + (f", document {number + 1}" if number else "")
@@ -104,7 +104,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
     chosen: Iterable[int] = range(min(examples, len(samples)))
     if step:
         epoch, first, size = _find_step(config, len(samples), step, ranks)
-        order = draw_order(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
+        order = draw_order(samples, epoch, group_size=size, seed=config.seed, shuffle=config.dataset.shuffle)
         chosen = order[first : first + size].tolist()
     for index in chosen:
         entry = samples[index]
@@ -115,7 +115,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
             f"{samples.store.captions[entry.caption]!r}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    for line in [] if step else data.stats.lines():
+    for line in [] if step else data.stats.format_lines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -141,7 +141,7 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
             part = f"{weight:g}: {part}" if 0 < weight < 1 else part
             text.append(part if colors or not weight else f"⟦{part}⟧", style=style)
         for stored in (image for images in document.images for image in images):
-            image = decode_image(*(shown := read_stored(stored)))
+            image = decode_image(*(shown := read_stored_image(stored)))
             text.append(f"\n[image of {image.width} x {image.height} pixels {shown[1]}]", style="cyan")
             if colors:
                 text.append(_draw_image(image))
@@ -181,4 +181,4 @@ def _compute_stats(samples: list[Sample], data: DataStats) -> DataStats:
 
 def _count_targets(documents: Iterable[Sample]) -> int:
     """Count the tokens that contribute to the loss; the first token of a document never does."""
-    return sum(weight > 0 for document in documents for weight in document.trained[1:])
+    return sum(weight > 0 for document in documents for weight in document.loss_weights[1:])

@@ -13,7 +13,7 @@ from trainer.data.cache import PreparedData, prepare_data, prepare_reference
 from trainer.data.conversations import load_chat_template
 from trainer.data.grouping import DataStats
 from trainer.data.prepared import PreparedRun
-from trainer.data.prompt_files import sample_prompts
+from trainer.data.prompt_files import read_sample_prompts
 from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
@@ -59,15 +59,15 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         files = read_model_files(config)
     check_no_image_settings(config)
     notes, original = files.notes, config
-    config = original.fit_max_length(files.longest)
+    config = original.fit_max_length(files.context_length)
     if config is not original:
         notes += (f"dataset.max_length is the model's context, {config.dataset.max_length}, instead of the default",)
-    elif files.longest is not None and original.dataset.max_length > files.longest:
+    elif files.context_length is not None and original.dataset.max_length > files.context_length:
         setting = f"dataset.max_length={original.dataset.max_length}"
-        problem = f"the model's context is {files.longest} tokens, so it may learn little from longer documents"
+        problem = f"the model's context is {files.context_length} tokens, so it may learn little from longer documents"
         notes += (f"warning: {setting}: {problem}. Reduce it, or set model.rope_scaling.",)
     # Check these before tokenizing the data, which may take a long time.
-    prompts = tuple(sample_prompts(config.logging.sample_prompts))
+    prompts = tuple(read_sample_prompts(config.logging.sample_prompts))
     if config.evaluation.tasks:
         load_tasks(config.evaluation.tasks)
     for name in config.evaluation.metrics:
@@ -101,7 +101,7 @@ def tokenize(config: RunConfig, files: PreparedRun, **checks: Callable[[DataStat
         files.tokenizer,
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=None if has_rotary_positions(files.model_config) else files.longest,
+        model_max_length=None if has_rotary_positions(files.model_config) else files.context_length,
         images=files.images,
         **checks,
     )
@@ -133,7 +133,7 @@ def read_model_files(config: RunConfig) -> PreparedRun:
     check_kind(config.base_model, model_config, all_trained=is_full, may_score=config.model.has_score)
     check_settings_fit(config, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
-    longest = get_context_length(model_config)
+    context_length = get_context_length(model_config)
     tokenizer = _read_tokenizer(config)
     empty = build_empty_model(model_config, config.model)
     check_attention_supported(config.model, empty)
@@ -161,7 +161,7 @@ def read_model_files(config: RunConfig) -> PreparedRun:
     if initial and initial.get("init_lora_weights", True) is True and len(tokenizer) <= rows:
         load_initial_adapter(build_empty_model(model_config, config.model), config.lora)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
-    return PreparedRun(tokenizer, model_config, None, tuple(notes), longest=longest, images=images)
+    return PreparedRun(tokenizer, model_config, None, tuple(notes), context_length=context_length, images=images)
 
 
 def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
@@ -211,9 +211,9 @@ def read_data(config: RunConfig) -> PreparedRun:
     """Read a run's tokenizer and data without checking its model."""
     tokenizer, model_config = _read_tokenizer(config), load_model_config(config.base_model, config.model)
     images = load_image_reader(config.base_model, config.model, config.dataset, tokenizer, model_config)
-    longest = get_context_length(model_config)
-    files = PreparedRun(tokenizer, model_config, None, longest=longest, images=images)
-    return replace(files, data=tokenize(config.fit_max_length(longest), files))
+    context_length = get_context_length(model_config)
+    files = PreparedRun(tokenizer, model_config, None, context_length=context_length, images=images)
+    return replace(files, data=tokenize(config.fit_max_length(context_length), files))
 
 
 def _read_tokenizer(config: RunConfig) -> Any:

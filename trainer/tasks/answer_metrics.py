@@ -66,7 +66,7 @@ class AnswerMetrics:
 def _find_questions(samples: Iterable[Sample], tokenizer: Any) -> Iterator[Question]:
     """Yield a question for each document with text before its last trained part."""
     for document in (part for sample in samples for part in split_documents(sample)):
-        runs = list(re.finditer("1+", "".join("01"[weight > 0] for weight in document.trained)))
+        runs = list(re.finditer("1+", "".join("01"[weight > 0] for weight in document.loss_weights)))
         start, end = runs[-1].span() if runs else (0, 0)
         prompt, expected = (
             tokenizer.decode(document.input_ids[part], skip_special_tokens=True)

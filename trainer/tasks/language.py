@@ -16,7 +16,7 @@ from ops.head import LossKind
 from trainer.config import RunConfig, UserError
 from trainer.data.batches import Batches, MicroBatch, StreamBatches, iterate_evaluation_batches
 from trainer.data.grouping import DataStats
-from trainer.data.image_parts import thumbnail
+from trainer.data.image_parts import build_thumbnail
 from trainer.data.prepared import PreparedRun, has_images
 from trainer.data.prompt_files import format_prompt
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
@@ -54,7 +54,7 @@ class LanguageTask(Task):
     """Language models; a sample is plain text, a conversation, or a pack of these."""
 
     title = "a language model"
-    counted = ("tokens", "target_tokens")
+    batch_units = ("tokens", "target_tokens")
     pairs = False
     """Whether a document is a pair of answers."""
     peft_type = "CAUSAL_LM"
@@ -79,7 +79,7 @@ class LanguageTask(Task):
         """Whether the prompt of a pair is computed only once."""
 
     @property
-    def _any_token(self) -> int:
+    def _filler_token(self) -> int:
         return int(self._prepared.tokenizer.pad_token_id)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
@@ -112,11 +112,11 @@ class LanguageTask(Task):
         rows = self._prepared.model_config.get_text_config().vocab_size
         return bool(self._config.model.added_tokens) or len(self._prepared.tokenizer) > rows
 
-    def added_tokens(self) -> list[int]:
+    def find_added_token_ids(self) -> list[int]:
         return self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
 
-    def run_small_pass(self, model: Any) -> object:
-        tokens = torch.full((1, 8), self._any_token, device=self._device)
+    def run_dummy_forward(self, model: Any) -> object:
+        tokens = torch.full((1, 8), self._filler_token, device=self._device)
         try:
             return model(input_ids=tokens, use_cache=False)
         except TypeError as error:
@@ -126,7 +126,7 @@ class LanguageTask(Task):
             problem = f"{type(base).__name__} reads the attention mask, which packs do not have"  # HY-V4's indexer
             raise UserError(f"dataset.packing=true: {problem}; set dataset.packing: false") from error
 
-    def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
+    def build_loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
         training = self._config.training
         self._read_images(model)
         add_embedding_noise(model, training.neftune_noise_alpha)
@@ -137,8 +137,8 @@ class LanguageTask(Task):
     def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token attends to a later one or to another packed document; cache image features."""
         config, device = self._config, self._device
-        check_causal(loss, engine.module, self._any_token, device, config.base_model)
-        probed = loss, engine.module, self._any_token, device
+        check_causal(loss, engine.module, self._filler_token, device, config.base_model)
+        probed = loss, engine.module, self._filler_token, device
         flat = config.dataset.packing or self._sequence is not None
         self.flat_packs = flat and separate_documents(*probed)
         if self._sequence is not None:
@@ -156,27 +156,27 @@ class LanguageTask(Task):
     def check_base(self) -> None:
         check_base_is_finite(self._config.base_model, self._config.model, DTYPES[self._precision])
 
-    def batches(self) -> Batches | StreamBatches:
+    def build_batches(self) -> Batches | StreamBatches:
         training, samples = self._config.training, self._prepared.data.train
-        common: dict[str, Any] = {
+        options: dict[str, Any] = {
             "batch_size": training.batch_size,
             "accumulation": training.gradient_accumulation_steps,
             **self._data_rank,
-            **self._layout,
+            **self._collate_options,
         }
         if isinstance(samples, Samples):
             dataset, seed = self._config.dataset, self._config.seed
             by_tokens = dataset.batching == "tokens"
-            return Batches(samples, seed=seed, shuffle=dataset.shuffle, by_tokens=by_tokens, **common)
-        return StreamBatches(samples, gather=gather_objects, **common)
+            return Batches(samples, seed=seed, shuffle=dataset.shuffle, by_tokens=by_tokens, **options)
+        return StreamBatches(samples, gather=gather_objects, **options)
 
-    def evaluation(self) -> Iterable[MicroBatch]:
+    def build_evaluation_batches(self) -> Iterable[MicroBatch]:
         training, samples = self._config.training, self._prepared.data.evaluation
         assert samples is not None
         return self._iterate(samples, training.eval_batch_size or training.batch_size)
 
     def _iterate(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
-        return iterate_evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._layout)
+        return iterate_evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._collate_options)
 
     @property
     def _data_rank(self) -> dict[str, int]:
@@ -188,12 +188,12 @@ class LanguageTask(Task):
         }
 
     @property
-    def _layout(self) -> dict[str, Any]:
-        token, shared = self._any_token, self.shares_prompts
+    def _collate_options(self) -> dict[str, Any]:
+        token, shared = self._filler_token, self.shares_prompts
         layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
         return {**layout, "sequence": self._sequence, "images": self._images}
 
-    def scores(self, engine: Engine, *, base: bool = False) -> Scores:
+    def compute_scores(self, engine: Engine, *, base: bool = False) -> Scores:
         if base and self._config.lora.adapter_path is None:  # a new adapter changes nothing
             return self._first_scores
         with mask_padding(engine.module), bypass_adapter(engine.module) if base else nullcontext():
@@ -208,35 +208,34 @@ class LanguageTask(Task):
         engine.eval()
         if settings.tasks:
             tasks = TaskScores(settings, self._prepared.tokenizer, size, self._ranks)
-            scores = tasks.measure(engine.module, engine.device, synced=needs_synced_passes(engine))
+            scores = tasks.measure(engine.module, engine.device, sync_ranks=needs_synced_passes(engine))
         if settings.metrics:
-            assert self._prepared.data.evaluation is not None
-            self._answers = self._answers or AnswerMetrics(
-                settings, self._prepared.data.evaluation, self._prepared.tokenizer
-            )
+            held_out, tokenizer = self._prepared.data.evaluation, self._prepared.tokenizer
+            assert held_out is not None
+            self._answers = self._answers or AnswerMetrics(settings, held_out, tokenizer)
             answers = self._answers.measure(engine, size, self._ranks)
         engine.train()
         return replace(scores, values=scores.values | answers)
 
     @staticmethod
-    def pair_loss(model: Any, config: RunConfig) -> Any:
+    def build_pair_loss(model: Any, config: RunConfig) -> Any:
         """Return the loss for evaluating a finished run's pairs with `measure_pairs`; only for tasks with pairs."""
         raise NotImplementedError  # `zerolora eval` only calls it for preference and reward
 
-    def loss_metrics(self, loss: float) -> dict[str, float]:
+    def compute_loss_metrics(self, loss: float) -> dict[str, float]:
         return {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
 
-    def meter(self, model: Any) -> MfuMeter | None:
+    def build_flops_meter(self, model: Any) -> MfuMeter | None:
         return MfuMeter.for_device(model, self._device, self._precision)
 
-    def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
+    def generate_samples(self, engine: Engine, when: str, step: int, folder: Any) -> None:
+        tokenizer, prompt_format = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
         samples = self._prepared.data.train
         if when == "before" and isinstance(samples, Samples):
             examples = self.choose_examples(document for sample in samples for document in split_documents(sample))
             folder.save_examples([(name, _decode_example(document, tokenizer)) for name, document in examples])
         for raw in self._prepared.sample_prompts:
-            ids, prompt = encode_prompt(tokenizer, self._config.dataset, raw, form), format_prompt(raw)
+            ids, prompt = encode_prompt(tokenizer, self._config.dataset, raw, prompt_format), format_prompt(raw)
             [answer] = generate_greedy_answers(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
             # Repeat the answers from before training, which have scrolled off the console.
             earlier = self._last_answers.get(prompt)
@@ -248,14 +247,14 @@ class LanguageTask(Task):
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
         return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
 
-    def companion_files(self) -> Callable[[Path], None]:
+    def prepare_companion_files(self) -> Callable[[Path], None]:
         """Return a function that writes tokenizer files; their contents are built here, in the main thread."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
 
     @classmethod
-    def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
+    def build_model_card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
         loads = {"auto_class": cls.auto_class, "pipeline_tag": cls.pipeline_tag}
         return build_model_card(config.model_dump(mode="json"), run_dir, records, name=name, **loads)
 
@@ -283,5 +282,5 @@ class LanguageTask(Task):
 
 def _decode_example(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
     """Return the decoded segments of a document with their weights, and thumbnails of its images."""
-    images = [(0.0, thumbnail(stored)) for part in document.images for stored in part]
+    images = [(0.0, build_thumbnail(stored)) for part in document.images for stored in part]
     return [*decode_parts(document, tokenizer), *images]

@@ -74,23 +74,23 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
 class _Model:
     """The model interface that lm-eval calls; not an nn.Module, since lm-eval would tie its weights again.
 
-    It truncates the vocabulary to `tokens`, the tokenizer's size, as lm-eval does for adapters.
+    It truncates the vocabulary to `vocabulary_size`, the tokenizer's size, as lm-eval does for adapters.
     """
 
-    def __init__(self, module: Any, device: torch.device, tokens: int, *, synced: bool) -> None:
+    def __init__(self, module: Any, device: torch.device, vocabulary_size: int, *, sync_ranks: bool) -> None:
         self.config, self.device = module.config, device
-        self._module, self._tokens, self._synced = module, tokens, synced
-        self._padding = list(range(tokens, module.config.get_text_config().vocab_size))
+        self._module, self._vocabulary_size, self._sync_ranks = module, vocabulary_size, sync_ranks
+        self._padding = list(range(vocabulary_size, module.config.get_text_config().vocab_size))
 
     @phase("generate")
     def __call__(self, input_ids: torch.Tensor) -> Any:
         result = self._module(input_ids=input_ids, use_cache=False)
-        result.logits = result.logits[..., : self._tokens]
+        result.logits = result.logits[..., : self._vocabulary_size]
         return result
 
     @phase("generate")
     def generate(self, **options: Any) -> torch.Tensor:
-        return self._module.generate(**options, suppress_tokens=self._padding or None, synced_gpus=self._synced)
+        return self._module.generate(**options, suppress_tokens=self._padding or None, synced_gpus=self._sync_ranks)
 
 
 class TaskScores:
@@ -102,16 +102,16 @@ class TaskScores:
         self._settings, self._batch_size, self._ranks = settings, batch_size, ranks
         self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding
 
-    def measure(self, module: Any, device: torch.device, *, synced: bool = False, errors: bool = False) -> Scores:
+    def measure(self, module: Any, device: torch.device, *, sync_ranks: bool = False, errors: bool = False) -> Scores:
         """Return the scores of a model in evaluation mode, with standard errors if `errors` is set; a collective call.
 
-        With `synced`, all ranks generate until the last one has finished, which ZeRO-3 requires.
+        With `sync_ranks`, all ranks generate until the last one has finished, which ZeRO-3 requires.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
         model = HFLM(
-            pretrained=_Model(module, device, len(self._tokenizer), synced=synced),
+            pretrained=_Model(module, device, len(self._tokenizer), sync_ranks=sync_ranks),
             tokenizer=self._tokenizer,
             backend="causal",
             batch_size=self._batch_size,

@@ -26,7 +26,7 @@ from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.grouping import DataStats
 from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.data.samples import Sample, Samples
-from trainer.data.shared_prompts import WORTH_SHARING, measure_savings
+from trainer.data.shared_prompts import MIN_SAVINGS, measure_savings
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.parallel.ranks.sequence_group import sum_over_parts
@@ -48,6 +48,7 @@ TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and, if each step computes the
 reference from the head's input, its divergence from the reference in bits."""
 PAIRS, LABELED = "pairs of a chosen and a rejected answer", "answers labeled true or false (dataset.fields.label)"
+ScoredPairs = tuple[PairScores, torch.Tensor]  # the log-probabilities of a batch's pairs, and their losses [P]
 MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""
 
@@ -78,18 +79,18 @@ class PairSums:
 
 
 class PreferenceLoss(TokenLoss):
-    answers = 2
+    answers_per_row = 2
     """Number of documents per row that count as answers; mismatched answers do not."""
-    unit = "pairs"
+    results_key = "pairs"
     """Plural noun for the columns of `measure_pairs`, used as a key in eval results."""
-    keeps_adapter = False
+    reference_has_adapter = False
     """Whether the cached reference includes the adapter that training starts from."""
 
     def __init__(self, module: nn.Module, settings: PreferenceSection, **options: Any) -> None:
         super().__init__(module, **options)
         self._settings = settings
-        needed = any(name not in WITHOUT_REFERENCE for name in settings.loss)
-        self.has_reference = settings.reference == "step" or (settings.reference == "auto" and needed)
+        needs_reference = any(name not in WITHOUT_REFERENCE for name in settings.loss)
+        self.has_reference = settings.reference == "step" or (settings.reference == "auto" and needs_reference)
         self._sums, self._tokens = PairSums(), PairSums()
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
@@ -105,12 +106,12 @@ class PreferenceLoss(TokenLoss):
         margins = self._settings.beta * (chosen - rejected)
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
-    def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities of the batch's pairs and their losses [P], and record metrics."""
-        needed = self.has_reference and batch.reference is None
-        return self.score(*self.measure(model, batch, device, with_reference=needed), batch)
+    def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> ScoredPairs:
+        """Compute and score the batch's pairs, and record metrics."""
+        needs_reference = self.has_reference and batch.reference is None
+        return self.score_measures(*self.measure_tokens(model, batch, device, with_reference=needs_reference), batch)
 
-    def measure(
+    def measure_tokens(
         self, model: Any, batch: MicroBatch, device: torch.device, *, with_reference: bool
     ) -> tuple[torch.Tensor, bool]:
         """Return `measure_by_token`'s result, with BASE_LOSS if requested, and whether it includes DIVERGENCE."""
@@ -124,27 +125,27 @@ class PreferenceLoss(TokenLoss):
             measures = torch.cat([measures[:BASE_LOSS], base[None], measures[BASE_LOSS + 1 :]])
         return measures, states is not None
 
-    def score(self, measures: torch.Tensor, has_divergence: bool, batch: PairBatch) -> tuple[PairScores, torch.Tensor]:
-        """Return the log-probabilities and losses [P] of pairs, given the result of `measure`, and record metrics."""
+    def score_measures(self, measures: torch.Tensor, has_divergence: bool, batch: PairBatch) -> ScoredPairs:
+        """Score pairs, given the result of `measure_tokens`, and record metrics."""
         counts, device, reference = batch.document_targets, measures.device, measures.new_zeros(1)
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
         elif self.has_reference:
             reference = self._sum_answers(measures[BASE_LOSS].detach(), batch)
-        self._add_tokens(measures.detach(), batch, with_reference=has_divergence and self.has_reference)
-        ours = self._sum_answers(measures[LOSS], batch)
+        self._add_token_metrics(measures.detach(), batch, with_reference=has_divergence and self.has_reference)
+        policy = self._sum_answers(measures[LOSS], batch)
         lengths = to_device(counts.view(-1, 2).float(), device)
-        scores = PairScores(*ours.unbind(1), *reference.expand_as(ours).unbind(1), *lengths.unbind(1))
+        scores = PairScores(*policy.unbind(1), *reference.expand_as(policy).unbind(1), *lengths.unbind(1))
         losses = self._compute_losses(scores, batch)
         if self._settings.weighting == "wpo":  # Zhou et al. 2024, equation 2: per token ln p - ln sum p^2
-            aligned = self._sum_answers(measures[LOSS] + measures[COLLISION], batch, beyond=1.0) / lengths
+            aligned = self._sum_answers(measures[LOSS] + measures[COLLISION], batch, excess_weight=1.0) / lengths
             losses = losses * aligned.sum(1).exp().detach()
         return scores, losses
 
-    def _add_tokens(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
+    def _add_token_metrics(self, measures: torch.Tensor, batch: PairBatch, *, with_reference: bool) -> None:
         """Record the token metrics of the answers, excluding mismatched answers."""
         counts = batch.document_targets
-        is_answer = (torch.arange(len(counts)) % 2 < self.answers).repeat_interleave(counts)
+        is_answer = (torch.arange(len(counts)) % 2 < self.answers_per_row).repeat_interleave(counts)
         counted = is_answer[_slice_local_targets(batch, measures[LOSS])].nonzero().squeeze(1)
         measures = measures.index_select(1, to_device(counted, measures.device))
         values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
@@ -161,17 +162,17 @@ class PreferenceLoss(TokenLoss):
         return self._sum_answers(self._measure_reference(model, batch, device), batch)
 
     def _measure_reference(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        without = nullcontext() if self.keeps_adapter else bypass_adapter(self._module)
+        without = nullcontext() if self.reference_has_adapter else bypass_adapter(self._module)
         with self._allow_extra_passes(batch, device), torch.no_grad(), without:
             return self.measure_by_token(model, batch, device)[LOSS]
 
     def _sum_answers(
-        self, token_losses: torch.Tensor, batch: PairBatch, *, beyond: float | None = None
+        self, losses: torch.Tensor, batch: PairBatch, *, excess_weight: float | None = None
     ) -> torch.Tensor:
-        """Return each answer's negated loss sum [P, 2]; `beyond` (see `_weigh_tokens`) defaults to length_weight."""
-        weights = _weigh_tokens(batch.document_targets, self._settings.length_weight if beyond is None else beyond)
-        weights = to_device(weights[_slice_local_targets(batch, token_losses)], token_losses.device)
-        return _sum_documents(-token_losses * weights, batch).view(-1, 2)
+        """Return each answer's negated loss sum [P, 2]; `excess_weight` defaults to length_weight."""
+        excess_weight = self._settings.length_weight if excess_weight is None else excess_weight
+        weights = _weigh_tokens(batch.document_targets, excess_weight)[_slice_local_targets(batch, losses)]
+        return _sum_documents(-losses * to_device(weights, losses.device), batch).view(-1, 2)
 
     def values(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; a collective call."""
@@ -186,8 +187,8 @@ class KtoLoss(PreferenceLoss):
     clamped to at least 0.
     """
 
-    unit = "answers"
-    answers = 1
+    results_key = "answers"
+    answers_per_row = 1
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return the loss, accuracy and margin for every answer [3, P].
@@ -210,12 +211,12 @@ class KtoLoss(PreferenceLoss):
 
     def _compute_losses(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         margins, is_desirable, baseline = self._compute_margins(scores, batch)
-        self._add_answers(scores, is_desirable, baseline, training=torch.is_grad_enabled())
+        self._add_answer_metrics(scores, is_desirable, baseline, training=torch.is_grad_enabled())
         weights = self._settings.desirable_weight, self._settings.undesirable_weight
         return torch.where(is_desirable, *weights) * (-margins).sigmoid()
 
     @torch.no_grad()
-    def _add_answers(
+    def _add_answer_metrics(
         self, scores: PairScores, is_desirable: torch.Tensor, baseline: torch.Tensor, *, training: bool
     ) -> None:
         values = torch.stack([self._settings.beta * scores.ratios[0], scores.chosen, torch.ones_like(scores.chosen)])
@@ -257,26 +258,26 @@ def _read_labels(batch: PairBatch) -> torch.Tensor:
     return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
 
 
-def _weigh_tokens(counts: torch.Tensor, beyond: float) -> torch.Tensor:
-    """Return the weight of every target: `beyond` past the length of the pair's shorter answer, otherwise 1."""
+def _weigh_tokens(counts: torch.Tensor, excess_weight: float) -> torch.Tensor:
+    """Return the weight of every target: `excess_weight` past the length of the pair's shorter answer, otherwise 1."""
     weights = torch.ones(int(counts.sum()))
     shortest = counts.view(-1, 2).amin(1).repeat_interleave(2)
     for start, count, shared in zip(counts.cumsum(0) - counts, counts, shortest, strict=True):
-        weights[start + shared : start + count] = beyond
+        weights[start + shared : start + count] = excess_weight
     return weights
 
 
 def check_answers(
-    config: RunConfig, stats: DataStats, needed: str, check_labels: Callable[[DataStats, str], None]
+    config: RunConfig, stats: DataStats, expected: str, check_labels: Callable[[DataStats, str], None]
 ) -> None:
-    """Raise UserError unless all records are pairs, described by `needed`; call `check_labels` on parts with pairs."""
+    """Raise UserError unless all records are pairs, called `expected`; run `check_labels` on parts with pairs."""
     for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
         if part.pairs:
             check_labels(part, label)
         if part.pairs < part.documents:
             raise UserError(
                 f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are not "
-                f"{needed}; fix or remove them, or use task: language"
+                f"{expected}; fix or remove them, or use task: language"
             )
 
 
@@ -324,19 +325,19 @@ class PreferenceTask(LanguageTask):
             raise UserError(f"{folder}: lora.adapter_path={config.lora.adapter_path}: {problem}; {fix}")
 
     @staticmethod
-    def pair_loss(model: Any, config: RunConfig) -> PreferenceLoss:
+    def build_pair_loss(model: Any, config: RunConfig) -> PreferenceLoss:
         """Return the loss for evaluating a finished run's pairs, with the reference computed in each step."""
         settings = config.preference
         if settings.reference == "cached":
             settings = settings.model_copy(update={"reference": "step"})
         return (KtoLoss if "kto" in settings.loss else PreferenceLoss)(model, settings)
 
-    def loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
+    def build_loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
         self._read_images(model)
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
         loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)
-        loss.keeps_adapter = self._config.lora.adapter_path is not None
+        loss.reference_has_adapter = self._config.lora.adapter_path is not None
         return loss
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
@@ -344,8 +345,9 @@ class PreferenceTask(LanguageTask):
             return list(zip(SIDES, documents, strict=False))
         examples: dict[str, Sample] = {}
         for answer in islice(documents, 0, MAX_SEARCHED_DOCUMENTS, 2):  # every second document is a mismatched answer
-            label = "good answer" if max(answer.trained) == DESIRABLE else "bad answer"
-            examples.setdefault(label, replace(answer, trained=[float(weight > 0) for weight in answer.trained]))
+            label = "good answer" if max(answer.loss_weights) == DESIRABLE else "bad answer"
+            weights = [float(weight > 0) for weight in answer.loss_weights]
+            examples.setdefault(label, replace(answer, loss_weights=weights))
         return list(examples.items())
 
     def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
@@ -367,13 +369,13 @@ class PreferenceTask(LanguageTask):
         is_possible = is_possible and config.parallel.sequence == 1 and self._images is None
         if self._images is not None and requested is True:
             raise UserError("preference.share_prompt=true: not supported for data with images; use auto")
-        if not requested or (requested == "auto" and (saved < WORTH_SHARING or not is_possible)):
+        if not requested or (requested == "auto" and (saved < MIN_SAVINGS or not is_possible)):
             return False
-        reason = share_prompt_keys(loss, engine.module, self._any_token, self._device)
+        reason = share_prompt_keys(loss, engine.module, self._filler_token, self._device)
         if reason and requested is True:
-            raise UserError(f"preference.share_prompt=true: not possible, because {reason}; use auto")
-        savings = f", which saves {saved:.1%} of the tokens" if saved else ""
-        self._say(f"prompts: computed for each answer, as {reason}" if reason else f"prompts: shared by pairs{savings}")
+            raise UserError(f"preference.share_prompt=true: not possible: {reason}; use auto")
+        note = "shared by pairs" + (f", which saves {saved:.1%} of the tokens" if saved else "")
+        self._say(f"prompts: {f'computed separately for each answer, because {reason}' if reason else note}")
         return not reason
 
     @torch.no_grad()

@@ -23,8 +23,7 @@ REWARDS = PAIR_METRICS[:4]
 class RewardLoss(TokenLoss):
     """Computes the Bradley-Terry loss on the scores at the answers' last tokens, summed over pairs."""
 
-    unit = "pairs"
-    """Plural noun for the columns of `measure_pairs`, used as a key in eval results."""
+    results_key = "pairs"
 
     def __init__(self, module: nn.Module, settings: RewardSection, **options: Any) -> None:
         super().__init__(module, **options)
@@ -127,13 +126,13 @@ class RewardTask(LanguageTask):
         return []
 
     @staticmethod
-    def pair_loss(model: Any, config: RunConfig) -> RewardLoss:
+    def build_pair_loss(model: Any, config: RunConfig) -> RewardLoss:
         return RewardLoss(model, config.reward)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         model = super().load_base(dtype, engine_config, shards)
-        model.config.pad_token_id = self._any_token  # transformers needs it for batches of several rows
+        model.config.pad_token_id = self._filler_token  # transformers needs it for batches of several rows
         return model
 
-    def loss(self, model: Any, *, fused_head: bool | None) -> RewardLoss:
+    def build_loss(self, model: Any, *, fused_head: bool | None) -> RewardLoss:
         return RewardLoss(model, self._config.reward)

@@ -16,7 +16,7 @@ from trainer.tasks.lm_eval_scores import Scores
 class Batch(Protocol):
     @property
     def tokens(self) -> int:
-        """Size of the batch in the first unit of `Task.counted`: tokens or images."""
+        """Size of the batch in the first unit of `Task.batch_units`: tokens or images."""
 
     @property
     def target_count(self) -> int:
@@ -32,7 +32,7 @@ class BatchSource(Protocol):
     def samples_per_epoch(self) -> int | None:
         """Number of samples across all ranks; None for a stream, which is one endless epoch."""
 
-    def step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
+    def build_step_batches(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
         """Return this rank's micro-batches for the step starting at `offset`, and its sample count across all ranks."""
 
 
@@ -53,7 +53,7 @@ class StepLoss(Protocol):
 class Task(Protocol):
     title: ClassVar[str]
     """Name in messages, such as "a language model"."""
-    counted: ClassVar[tuple[str, ...]]
+    batch_units: ClassVar[tuple[str, ...]]
     """Units in which batches are counted: all tokens or images, and the targets if they differ."""
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""
@@ -75,14 +75,14 @@ class Task(Protocol):
         """Return whether the per-layer all-gather must leave the embedding and the head unsharded."""
         return False
 
-    def added_tokens(self) -> list[int]:
+    def find_added_token_ids(self) -> list[int]:
         """Return the ids of the embedding rows that are trained with the adapter."""
         return []
 
-    def run_small_pass(self, model: Any) -> object:
+    def run_dummy_forward(self, model: Any) -> object:
         """Run a forward pass on the smallest input that the model accepts."""
 
-    def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
+    def build_loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
         """Build the loss for a model; called before the engine is created."""
 
     def check_trainable(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
@@ -92,37 +92,37 @@ class Task(Protocol):
     def check_base(self) -> None:
         """Raise UserError if a stored weight of the base model is not finite; called after a non-finite loss."""
 
-    def batches(self) -> BatchSource:
+    def build_batches(self) -> BatchSource:
         """Return this rank's training batches."""
 
-    def evaluation(self) -> Iterable[Any]:
+    def build_evaluation_batches(self) -> Iterable[Any]:
         """Return this rank's batches of held-out data; every rank has the same number."""
 
-    def scores(self, engine: Engine, *, base: bool = False) -> Scores:
+    def compute_scores(self, engine: Engine, *, base: bool = False) -> Scores:
         """Compute the scores configured in `evaluation`, for the base model if `base` is set; a collective call."""
         return Scores({}, {}, set())
 
-    def loss_metrics(self, loss: float) -> dict[str, float]:
+    def compute_loss_metrics(self, loss: float) -> dict[str, float]:
         return {}
 
-    def meter(self, model: Any) -> Any:
+    def build_flops_meter(self, model: Any) -> Any:
         """Return a meter for the model's FLOPs; None if the FLOPs or the GPU's peak are unknown."""
         return None
 
-    def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
+    def generate_samples(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and save them in the run's `folder`; a collective call.
 
         `when` is "before", "after" or "step-N".
         """
 
-    def companion_files(self) -> Callable[[Path], None]:
+    def prepare_companion_files(self) -> Callable[[Path], None]:
         """Return a function that writes the files that accompany saved weights; rank 0 only.
 
         The function may be called in another thread while training continues; this method may not.
         """
 
     @classmethod
-    def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
+    def build_model_card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
         """Return the model card for a finished run with these metrics.
 
         `name` is the adapter's repository (owner/name) or the absolute path of its folder.

@@ -30,7 +30,7 @@ class SizeGroup:
     latents: Tensor
     """Latents [B, C, H, W]."""
     noise: Tensor
-    times: Tensor
+    timesteps: Tensor
     """Timesteps [B] in [0, 1], as fractions of the scheduler's range."""
     conditions: Conditions
     weights: Tensor
@@ -90,17 +90,17 @@ class ImageBatches(GlobalBatches):
     def samples_per_epoch(self) -> int:
         return len(self.samples)
 
-    def step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
+    def build_step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
         """Return this rank's micro-batches for the step starting at `offset`, and its image count across all ranks."""
-        selected = self.order(epoch)[offset : offset + self.global_batch_size]
+        selected = self.get_order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
-        for part in self.parts():
-            passes = self._count_passes(selected, positions, part.start - self.rank * self.batch_size)
-            batches.append(self._build_batch(epoch, selected[part], positions[part], passes))
+        for part in self.list_rank_slices():
+            group_count = self._count_size_groups(selected, positions, part.start - self.rank * self.batch_size)
+            batches.append(self._build_batch(epoch, selected[part], positions[part], group_count))
         return batches, len(selected)
 
-    def _count_passes(self, selected: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
+    def _count_size_groups(self, selected: NDArray[np.int64], positions: NDArray[np.int64], first: int) -> int:
         """Return the largest number of size groups on any rank in the micro-step that begins at `first`."""
         counts = []
         for start in range(first, first + self.batch_size * self.world_size, self.batch_size):
@@ -111,15 +111,15 @@ class ImageBatches(GlobalBatches):
             counts.append(len({(entry.width, entry.height) for entry in entries}))
         return max(counts)
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
+    def get_order(self, epoch: int) -> NDArray[np.int64]:
         size = self.global_batch_size
         if self._order is None or self._order[:2] != (epoch, size):
-            order = draw_order(self.samples, epoch, together=size, seed=self._seed, shuffle=self._shuffle)
+            order = draw_order(self.samples, epoch, group_size=size, seed=self._seed, shuffle=self._shuffle)
             self._order = epoch, size, order
         return self._order[2]
 
     def _build_batch(
-        self, epoch: int, indices: NDArray[np.int64], positions: NDArray[np.int64], passes: int
+        self, epoch: int, indices: NDArray[np.int64], positions: NDArray[np.int64], group_count: int
     ) -> ImageBatch:
         rows = [
             self._build_row(self.samples, int(index), epoch, int(position), _TRAINING, 1.0)
@@ -134,7 +134,7 @@ class ImageBatches(GlobalBatches):
             ]
         if not rows:  # since every rank must run the same number of micro-steps
             rows = [self._build_row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
-        return collate_images(rows, count, passes)
+        return collate_images(rows, count, group_count)
 
     def _build_row(
         self, samples: ImageSamples, index: int, epoch: int, position: int, kind: int, weight: float
@@ -142,7 +142,7 @@ class ImageBatches(GlobalBatches):
         image, entry = self._image, samples[index]
         generator = build_seeded_generator(self._seed, epoch, position, kind)
         mirrored, dropped = torch.rand(2, generator=generator).tolist()
-        mean, std = samples.store.latents(entry.index, flipped=image.flip and mirrored < 0.5)
+        mean, std = samples.store.load_latents(entry.index, flipped=image.flip and mirrored < 0.5)
         time = self._draw_time(generator)
         latents = mean + std * torch.randn(mean.shape, generator=generator)
         noise = torch.randn(mean.shape, generator=generator)
@@ -159,17 +159,16 @@ def iterate_evaluation_images(
         firsts = range(start, start + batch_size * world_size, batch_size)
         parts = [range(first, min(first + batch_size, count)) for first in firsts]
         entries = [[samples[at // EVALUATION_TIMES] for at in part] for part in parts]
-        passes = max(len({(entry.width, entry.height) for entry in part}) for part in entries)
-        rows = [_build_evaluation_row(samples, at, 1.0) for at in parts[rank]] or [
-            _build_evaluation_row(samples, 0, 0.0)
-        ]
-        yield collate_images(rows, len(parts[rank]), passes)
+        group_count = max(len({(entry.width, entry.height) for entry in part}) for part in entries)
+        rows = [_build_evaluation_row(samples, at, 1.0) for at in parts[rank]]
+        rows = rows or [_build_evaluation_row(samples, 0, 0.0)]
+        yield collate_images(rows, len(parts[rank]), group_count)
 
 
 def _build_evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
     index, time = divmod(at, EVALUATION_TIMES)
     entry = samples[index]
-    mean, _ = samples.store.latents(entry.index, flipped=False)
+    mean, _ = samples.store.load_latents(entry.index, flipped=False)
     noise = torch.randn(mean.shape, generator=build_seeded_generator(0, index, time, _EVALUATION))
     return _Row(entry, entry.caption, mean, noise, (time + 0.5) / EVALUATION_TIMES, weight, samples)
 
@@ -179,17 +178,17 @@ def build_seeded_generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**63)
 
 
-def draw_order(samples: ImageSamples, epoch: int, *, together: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
-    """Return the order of the images in an epoch, for global batches of `together` images."""
-    draw = np.random.default_rng([seed, epoch])
-    order = draw.permutation(len(samples)) if shuffle else np.arange(len(samples))
-    return group_by_size(order, samples.sizes, together, draw if shuffle else None)
+def draw_order(samples: ImageSamples, epoch: int, *, group_size: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+    """Return the order of the images in an epoch, for global batches of `group_size` images."""
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(samples)) if shuffle else np.arange(len(samples))
+    return group_by_size(order, samples.sizes, group_size, rng if shuffle else None)
 
 
 def group_by_size(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], together: int, draw: np.random.Generator | None
+    order: NDArray[np.int64], sizes: NDArray[np.int64], group_size: int, rng: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """Reorder images into runs of `together` images with the same size; the remaining images come last."""
+    """Reorder images into runs of `group_size` images with the same size; the remaining images come last."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index in order.tolist():
         groups.setdefault((int(sizes[index, 0]), int(sizes[index, 1])), []).append(index)
@@ -197,30 +196,31 @@ def group_by_size(
         return order
     runs, remaining = [], []
     for members in groups.values():
-        end = len(members) // together * together
-        runs += [members[start : start + together] for start in range(0, end, together)]
+        end = len(members) // group_size * group_size
+        runs += [members[start : start + group_size] for start in range(0, end, group_size)]
         remaining += members[end:]
-    if draw is not None:
-        runs = [runs[at] for at in draw.permutation(len(runs))]
+    if rng is not None:
+        runs = [runs[at] for at in rng.permutation(len(runs))]
     return np.array([index for run in runs for index in run] + remaining, dtype=np.int64)
 
 
-def collate_images(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
+def collate_images(rows: Sequence[_Row], count: int, group_count: int) -> ImageBatch:
     """Group rows by size and stack them; the loss is divided by `count`.
 
-    Groups with zero weight are added until there are `passes` groups: at stage 3, all ranks take part in the
+    Groups with zero weight are added until there are `group_count` groups: at stage 3, all ranks take part in the
     all-gathers of every forward pass, so a rank with fewer passes would block the other ranks.
     """
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.latents.shape), []).append(row)
     stacked = [_stack(members) for members in groups.values()]
-    stacked += [replace(stacked[0], weights=torch.zeros_like(stacked[0].weights))] * (passes - len(stacked))
+    stacked += [replace(stacked[0], weights=torch.zeros_like(stacked[0].weights))] * (group_count - len(stacked))
     return ImageBatch(tuple(stacked), tokens=sum(row.weight > 0 for row in rows), target_count=count)
 
 
 def _stack(rows: Sequence[_Row]) -> SizeGroup:
-    conditions = [row.samples.store.conditions(row.caption) | {SIZES: build_size_conditions(row.entry)} for row in rows]
+    stored = [row.samples.store.load_conditions(row.caption) for row in rows]
+    conditions = [each | {SIZES: build_size_conditions(row.entry)} for each, row in zip(stored, rows, strict=True)]
     return SizeGroup(
         torch.stack([row.latents for row in rows]),
         torch.stack([row.noise for row in rows]),

@@ -44,13 +44,11 @@ class ImageStats:
     def target_tokens(self) -> int:
         return 0
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.most_common(6))
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} class images" if self.priors else ""
-        images, captions = (
-            format_count(count, what) for count, what in ((self.records, "image"), (self.captions, "caption"))
-        )
+        images, captions = format_count(self.records, "image"), format_count(self.captions, "caption")
         return [*self.notes, f"train: {images}{held_out}{priors}, {captions}; {sizes}"]
 
 
@@ -93,13 +91,13 @@ class EncodedImages:
     captions: list[str]
     _open: dict[str, Any] = field(default_factory=dict)
 
-    def latents(self, index: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
+    def load_latents(self, index: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
         """Return the mean and the standard deviation [C, H, W] of an image's latent, fp32."""
         name = f"{index}.flipped" if flipped else str(index)
         file = self._open_file(f"latents-{index // IMAGES_PER_FILE:04d}.safetensors")
         return file.get_tensor(f"{name}.mean").float(), file.get_tensor(f"{name}.std").float()
 
-    def conditions(self, caption: int) -> Conditions:
+    def load_conditions(self, caption: int) -> Conditions:
         file = self._open_file(f"captions-{caption // IMAGES_PER_FILE:04d}.safetensors")
         names = [name for name in file.keys() if name.startswith(f"{caption}.")]
         return {name.partition(".")[2]: file.get_tensor(name) for name in names}
@@ -125,7 +123,7 @@ class _Plan:
     images: list[SourceImage]
     parts: dict[str, list[int]]
     """Image indices, in order, for each part: train, evaluation and prior."""
-    fits: list[ResizeAndCrop]
+    resizes: list[ResizeAndCrop]
     captions: list[str]
     skipped: list[str]
     """A message for each kind of skipped file."""
@@ -142,12 +140,12 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, log: Any = lambda line
         "format": CACHE_FORMAT,
         "content": content,
         "captions": plan.captions,
-        "fits": [[fit.width, fit.height] for fit in plan.fits],
+        "fits": [[resize.width, resize.height] for resize in plan.resizes],
         "flip": config.image.flip,
         "encoders": pipeline.encoders_digest,
     }
     folder = Path(config.dataset.cache_dir).expanduser() / f"images-{digest_json(identity)}"
-    build = partial(encode_images, pipeline, plan.images, plan.fits, plan.captions, flip=config.image.flip, log=log)
+    build = partial(encode_images, pipeline, plan.images, plan.resizes, plan.captions, flip=config.image.flip, log=log)
     store, note = load_or_build(folder, build, lambda path: EncodedImages(path, plan.captions))
     entries = [_build_entry(index, plan) for index in range(len(plan.images))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
@@ -174,7 +172,7 @@ def _build_plan(config: RunConfig) -> _Plan:
     images: list[SourceImage] = []
     skipped: list[str] = []
     parts: dict[str, list[int]] = {"evaluation": [], "prior": []}
-    draw = np.random.default_rng([config.seed, 0x1AC])
+    rng = np.random.default_rng([config.seed, 0x1AC])
 
     def read(source: SourceSection, label: str) -> list[int]:
         source_images, messages = read_images(source, label, image.caption)
@@ -183,12 +181,12 @@ def _build_plan(config: RunConfig) -> _Plan:
         return list(range(len(images) - len(source_images), len(images)))
 
     numbers_by_source = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
-    held_out = draw.permutation(len(images))[: count_held_out(data, len(images))]
+    held_out = rng.permutation(len(images))[: count_held_out(data, len(images))]
     parts["evaluation"] = np.sort(held_out).tolist()
     train = [numbers[~np.isin(numbers, held_out)] for numbers in numbers_by_source]
     if data.mix:
         train = [
-            repeat_by_weight(numbers, source.weight, draw, label)
+            repeat_by_weight(numbers, source.weight, rng, label)
             for numbers, (label, source) in zip(train, sources, strict=True)
         ]
     parts["train"] = np.concatenate(train).tolist()
@@ -197,23 +195,23 @@ def _build_plan(config: RunConfig) -> _Plan:
     if image.prior is not None:
         parts["prior"] = read(image.prior, "image.prior")
     sizes = list_bucket_sizes(image)
-    fits = [fit_to_bucket(image.width, image.height, sizes) for image in images]
+    resizes = [fit_to_bucket(image.width, image.height, sizes) for image in images]
     texts = [image.caption for image in images] + list(config.logging.sample_prompts) + [""]
-    return _Plan(images, parts, fits, list(dict.fromkeys(texts)), skipped)
+    return _Plan(images, parts, resizes, list(dict.fromkeys(texts)), skipped)
 
 
 def _list_warnings(plan: _Plan) -> list[str]:
     total = len(plan.images)
     changes = Counter(chain.from_iterable(image.changes for image in plan.images))
     empty = sum(not image.caption for image in plan.images)
-    enlarged = sum(fitted.scaled[0] > image.width for image, fitted in zip(plan.images, plan.fits, strict=True))
+    enlarged = sum(resize.scaled_size[0] > image.width for image, resize in zip(plan.images, plan.resizes, strict=True))
     changes["have an empty caption; to drop captions randomly, set image.caption_dropout"] = empty
     changes["are smaller than their training size, so enlarging blurs them"] = enlarged
     return [f"{count:,} of {total:,} images {text}" for text, count in changes.items() if count]
 
 
 def _build_entry(index: int, plan: _Plan) -> ImageEntry:
-    image, fitted = plan.images[index], plan.fits[index]
+    image, resize = plan.images[index], plan.resizes[index]
     caption = plan.captions.index(image.caption)
     original = image.width, image.height
-    return ImageEntry(image.name, index, caption, fitted.width, fitted.height, original, fitted.crop)
+    return ImageEntry(image.name, index, caption, resize.width, resize.height, original, resize.crop_origin)

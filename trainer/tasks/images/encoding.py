@@ -28,7 +28,7 @@ LOG_EVERY = 100
 def encode_images(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
-    fits: Sequence[ResizeAndCrop],
+    resizes: Sequence[ResizeAndCrop],
     captions: Sequence[str],
     folder: Path,
     *,
@@ -42,7 +42,7 @@ def encode_images(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _write_tensors(folder, "captions", _encode_captions(pipeline, captions, device))
-    _write_tensors(folder, "latents", _encode_images(pipeline, images, fits, device, flip=flip, log=log))
+    _write_tensors(folder, "latents", _encode_images(pipeline, images, resizes, device, flip=flip, log=log))
     apply_umask(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -77,15 +77,15 @@ def _encode_captions(
 def _encode_images(
     pipeline: Pipeline,
     images: Sequence[SourceImage],
-    fits: Sequence[ResizeAndCrop],
+    resizes: Sequence[ResizeAndCrop],
     device: torch.device,
     *,
     flip: bool,
     log: Callable[[str], None],
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     vae = None if pipeline.folder is None else load_vae(pipeline, device)
-    for index, (image, fitted) in enumerate(zip(images, fits, strict=True)):
-        pixels = image_to_tensor(fitted.apply(image.open()))
+    for index, (image, resize) in enumerate(zip(images, resizes, strict=True)):
+        pixels = image_to_tensor(resize.apply(image.open()))
         latent: dict[str, Tensor] = {}
         for name, shown in (("", pixels), ("flipped.", pixels.flip(-1))) if flip else (("", pixels),):
             mean, std = _build_random_latent(pipeline, shown) if vae is None else encode_latent(vae, shown.to(device))
@@ -140,7 +140,7 @@ def build_random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
     import xxhash
 
     generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(caption.encode()))
-    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.text.items()}
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.caption_shapes.items()}
 
 
 def describe_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
@@ -152,7 +152,7 @@ def describe_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> 
         return []
     components = pipeline.index
     encode = inspect.signature(getattr(diffusers, pipeline.family.pipeline).encode_prompt)
-    readers: dict[int, list[str]] = {}
+    encoders: dict[int, list[str]] = {}
     too_long: dict[int, int] = {}
     for name in pipeline.family.text_encoders:
         part = name.replace("text_encoder", "tokenizer")
@@ -163,12 +163,12 @@ def describe_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> 
         is_clip = components[part][1].startswith("CLIP")
         limit = tokenizer.model_max_length if is_clip else encode.parameters["max_sequence_length"].default
         lengths = [len(ids) for ids in tokenizer(list(captions)).input_ids]
-        readers.setdefault(limit, []).append(name)
+        encoders.setdefault(limit, []).append(name)
         too_long[limit] = max(too_long.get(limit, 0), sum(length > limit for length in lengths))
-    more = [f"; {' and '.join(names)} read up to {limit}" for limit, names in readers.items() if not too_long[limit]]
+    more = [f"; {' and '.join(names)} accept up to {limit}" for limit, names in encoders.items() if not too_long[limit]]
     return [
         f"{count:,} of {len(captions):,} captions are cut to {limit} tokens for "
-        f"{' and '.join(readers[limit])}{''.join(more)}"
+        f"{' and '.join(encoders[limit])}{''.join(more)}"
         for limit, count in too_long.items()
         if count
     ]

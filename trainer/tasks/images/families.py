@@ -29,22 +29,22 @@ class Family:
     patch: int
     """Required divisor of the latent height and width."""
     text_encoders: tuple[str, ...]
-    guided: bool
+    uses_negative_prompt: bool
     """Whether sampling uses a negative prompt (classifier-free guidance)."""
     encode: Callable[[Any, Sequence[str], torch.device], Conditions]
     """(pipeline, captions, device) -> conditions, each [B, ...]."""
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
     """(denoiser, noisy latents [B, C, H, W], scheduler timesteps [B], conditions) -> prediction [B, C, H, W]."""
-    packed: int = 1
+    packing: int = 1
     """Side of the squares of VAE latents that are packed into the channels of one latent."""
 
     @property
-    def flow(self) -> bool:
+    def is_flow_matching(self) -> bool:
         return self.scheduler == "FlowMatchEulerDiscreteScheduler"
 
     def build_pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
         arguments = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
-        if negative is not None and self.guided:
+        if negative is not None and self.uses_negative_prompt:
             arguments |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}
         return arguments
 
@@ -68,24 +68,24 @@ _encode_flux = partial(_encode_captions, indices={"text": 0, "pooled": 1}, promp
 _encode_flux2 = partial(_encode_captions, indices={"text": 0})
 
 
-def _predict_unet(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+def _predict_unet(unet: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
     added = {}
     if "pooled" in conditions:  # SDXL
         added = {"added_cond_kwargs": {"text_embeds": conditions["pooled"], "time_ids": conditions["sizes"]}}
-    return unet(noisy, times, conditions["text"], **added, return_dict=False)[0]
+    return unet(noisy, timesteps, conditions["text"], **added, return_dict=False)[0]
 
 
-def _predict_sd3(transformer: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+def _predict_sd3(transformer: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
     return transformer(
         hidden_states=noisy,
-        timestep=times,
+        timestep=timesteps,
         encoder_hidden_states=conditions["text"],
         pooled_projections=conditions["pooled"],
         return_dict=False,
     )[0]
 
 
-def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+def _predict_flux(transformer: Any, noisy: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
     B, C, H, W = noisy.shape
     rows = noisy.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (H // 2) * (W // 2), C * 4)
     positions = torch.zeros(H // 2, W // 2, 3, device=noisy.device, dtype=noisy.dtype)
@@ -95,7 +95,7 @@ def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Co
     guidance = conditions["guidance"] if transformer.config.guidance_embeds else None
     predicted: Tensor = transformer(
         hidden_states=rows,
-        timestep=times / FLUX_TIMES,
+        timestep=timesteps / FLUX_TIMES,
         guidance=guidance,
         pooled_projections=conditions["pooled"],
         encoder_hidden_states=text,
@@ -106,13 +106,13 @@ def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Co
     return predicted.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
 
 
-def _predict_flux2(transformer: Any, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+def _predict_flux2(transformer: Any, noisy: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
     B, C, H, W = noisy.shape
     text, device = conditions["text"], noisy.device
     nothing, upto = torch.zeros(1, device=device, dtype=torch.long), partial(torch.arange, device=device)
     predicted: Tensor = transformer(
         hidden_states=noisy.flatten(2).transpose(1, 2),
-        timestep=times / FLUX_TIMES,
+        timestep=timesteps / FLUX_TIMES,
         guidance=conditions["guidance"] if transformer.config.guidance_embeds else None,
         encoder_hidden_states=text,
         txt_ids=torch.cartesian_prod(nothing, nothing, nothing, upto(text.shape[1])),

@@ -44,7 +44,7 @@ class ImageModel(nn.Module):
         self.config = ModelConfigStub(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
         self.add_module(family.denoiser, denoiser)
 
-    def build_empty(self) -> "ImageModel":
+    def build_without_adapter(self) -> "ImageModel":
         """Return a copy of the model without an adapter, on the meta device."""
         with torch.device("meta"):
             return ImageModel(self.pipeline, type(self.denoiser).from_config(self.pipeline.settings))
@@ -57,9 +57,9 @@ class ImageModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(weight.dtype for weight in self.parameters() if weight.is_floating_point())
 
-    def forward(self, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    def forward(self, noisy: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
         """Return the prediction [B, C, H, W] for noisy latents at the scheduler's timesteps [B]."""
-        return self.family.predict(self.denoiser, noisy, times, conditions)
+        return self.family.predict(self.denoiser, noisy, timesteps, conditions)
 
     def list_default_targets(self) -> list[str]:
         """Return the paths of all linear layers in transformer blocks, except in adaptive norms."""
@@ -130,9 +130,8 @@ def load_image_model(
     model.requires_grad_(False)
     random = pipeline.folder is None
     files: Any = RandomTensors(pipeline.base_model, model, device) if random else _open_files(pipeline, section)
-    Filler(model, files, _map_stored_tensors(model, files, pipeline), dtype, device, quantization).fill(
-        deepspeed_config, shards
-    )
+    stored = _map_stored_tensors(model, files, pipeline)
+    Filler(model, files, stored, dtype, device, quantization).fill(deepspeed_config, shards)
     vars(model)["is_loaded_in_4bit"] = quantization is not None and not quantization.is_8bit
     return model
 

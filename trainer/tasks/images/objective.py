@@ -24,7 +24,7 @@ from trainer.tasks.task import StepLoss
 class NoisyBatch:
     noisy: Tensor
     target: Tensor
-    times: Tensor
+    timesteps: Tensor
     """Timesteps [B] in the model's units."""
     weights: Tensor
     """Weights [B] of the squared errors."""
@@ -35,7 +35,7 @@ class Objective:
 
     def __init__(self, pipeline: Pipeline, image: ImageSection) -> None:
         self._scheduler: Any = pipeline.build_training_scheduler(image)
-        self._flow, self._image = pipeline.family.flow, image
+        self._flow, self._image = pipeline.family.is_flow_matching, image
         self._count = int(self._scheduler.config.num_train_timesteps)
         normal = image.times == "logit_normal" or (image.times == "auto" and self._flow)
         self._normal = (image.logit_mean, image.logit_std) if normal else None
@@ -46,9 +46,9 @@ class Objective:
         mean, std = self._normal
         return float(torch.sigmoid(mean + std * torch.randn((), generator=generator, dtype=torch.float64)))
 
-    def add_noise(self, latents: Tensor, noise: Tensor, times: Tensor) -> NoisyBatch:
-        """Add noise [B, C, H, W] to latents at times [B] in [0, 1]."""
-        index = (times.double() * self._count).long().clamp(max=self._count - 1)
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisyBatch:
+        """Add noise [B, C, H, W] to latents at timesteps [B] in [0, 1]."""
+        index = (timesteps.double() * self._count).long().clamp(max=self._count - 1)
         add = self._add_flow_noise if self._flow else self._add_diffusion_noise
         return add(latents, noise, index)
 
@@ -70,10 +70,10 @@ class Objective:
         # The scheduler's first timestep is the noisiest; here, time grows with the noise.
         at = self._count - 1 - index
         sigmas = self._scheduler.sigmas.to(latents.device)[at]
-        times = self._scheduler.timesteps.to(latents.device)[at]
+        timesteps = self._scheduler.timesteps.to(latents.device)[at]
         level = sigmas.view(-1, 1, 1, 1)
         noisy = (1.0 - level) * latents + level * noise
-        return NoisyBatch(noisy, noise - latents, times, torch.ones_like(sigmas, dtype=torch.float32))
+        return NoisyBatch(noisy, noise - latents, timesteps, torch.ones_like(sigmas, dtype=torch.float32))
 
 
 class NoiseLoss(StepLoss):
@@ -88,12 +88,12 @@ class NoiseLoss(StepLoss):
         return torch.stack([self._compute_group_loss(model, group, device) for group in batch.groups]).sum()
 
     def _compute_group_loss(self, model: Any, group: SizeGroup, device: torch.device) -> Tensor:
-        latents, noise, times = (to_device(value, device) for value in (group.latents, group.noise, group.times))
-        noised = self._objective.add_noise(latents, noise, times)
+        tensors = (group.latents, group.noise, group.timesteps)
+        noised = self._objective.add_noise(*(to_device(tensor, device) for tensor in tensors))
         conditions = {name: to_device(value, device) for name, value in group.conditions.items()}
         conditions = {name: value if name == SIZES else value.to(self._dtype) for name, value in conditions.items()}
-        conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)
-        predicted = model(noised.noisy.to(self._dtype), noised.times, conditions)
+        conditions["guidance"] = torch.full_like(noised.timesteps, self._guidance, dtype=torch.float32)
+        predicted = model(noised.noisy.to(self._dtype), noised.timesteps, conditions)
         errors = (predicted.float() - noised.target).square().flatten(1).mean(1)
         if torch.is_grad_enabled():  # held-out losses are unweighted, so that they can be compared between runs
             errors = errors * noised.weights

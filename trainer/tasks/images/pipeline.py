@@ -84,7 +84,7 @@ class Pipeline:
     """Number of latent channels."""
     downsampling: int
     """Pixels per latent, in each direction."""
-    text: dict[str, Sequence[int]]
+    caption_shapes: dict[str, Sequence[int]]
     """Shapes of a caption's conditioning tensors, by name; used by pipelines with random weights."""
 
     @property
@@ -109,16 +109,16 @@ class Pipeline:
 
         changes: dict[str, Any] = {}
         kind = getattr(diffusers, self.family.scheduler)
-        if self.family.flow and image.time_shift != "auto":
+        if self.family.is_flow_matching and image.time_shift != "auto":
             changes = {"shift": image.time_shift, "use_dynamic_shifting": False}
-        if not self.family.flow and image.prediction != "auto":
+        if not self.family.is_flow_matching and image.prediction != "auto":
             changes = {"prediction_type": image.prediction}
         with self.convert_read_errors("its scheduler"):
             return kind.from_config(self.scheduler_settings, **changes)
 
     def load_encoder_pipeline(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
         """Load diffusers' pipeline with its text encoders or its VAE, but without the denoiser."""
-        assert self.folder is not None, "a random pipeline encodes nothing"
+        assert self.folder is not None, "a pipeline with random weights has no encoders"
         parts: dict[str, Any] = {self.family.denoiser: None} | ({} if vae else {VAE: None})
         if text:
             names = [name for name in self.family.text_encoders if self.index.get(name, [None])[0]]
@@ -131,7 +131,7 @@ class Pipeline:
         """Load a text encoder. Raises UserError if some of its weights are missing."""
         import transformers
 
-        assert self.folder is not None, "a random pipeline encodes nothing"
+        assert self.folder is not None, "a pipeline with random weights has no encoders"
         silence_libraries()
         with self.convert_read_errors(f"its {name}"):
             model, info = getattr(transformers, self.index[name][1]).from_pretrained(
@@ -145,7 +145,7 @@ class Pipeline:
     def _load_library_pipeline(self, parts: dict[str, Any], dtype: Any) -> Any:
         import diffusers
 
-        assert self.folder is not None, "a random pipeline encodes nothing"
+        assert self.folder is not None, "a pipeline with random weights has no encoders"
         silence_libraries()
         unused = ("safety_checker", "feature_extractor", "image_encoder")
         parts |= {name: None for name in unused if name in self.index}
@@ -154,9 +154,9 @@ class Pipeline:
         with self.convert_read_errors("its text encoders, tokenizers or VAE"):
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
-    def convert_read_errors(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that converts exceptions raised while reading `what` into UserErrors."""
-        return _convert_read_errors(f"base_model={self.base_model}", what)
+    def convert_read_errors(self, component: str) -> AbstractContextManager[None]:
+        """Return a context that converts exceptions raised while reading `component` into UserErrors."""
+        return _convert_read_errors(f"base_model={self.base_model}", component)
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -178,12 +178,12 @@ class Pipeline:
 
 
 @contextmanager
-def _convert_read_errors(prefix: str, what: str) -> Iterator[None]:
+def _convert_read_errors(prefix: str, component: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the libraries may raise anything
         reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-        raise UserError(f"{prefix}: {what} cannot be read ({reason}); copy the pipeline again") from None
+        raise UserError(f"{prefix}: {component} cannot be read ({reason}); copy the pipeline again") from None
 
 
 def silence_libraries() -> None:
@@ -203,7 +203,7 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     if (published := find_published_shape(base_model)) is not None:
         shape, settings = published
         kind = next(family for family in FAMILIES if family.name == shape.family)
-        return Pipeline(base_model, kind, settings, shape.scheduler, None, shape.channels, 8 * kind.packed, shape.text)
+        return Pipeline(base_model, kind, settings, shape.scheduler, None, shape.channels, 8 * kind.packing, shape.text)
     folder = _find_folder(base_model, section)
     components = _read_json(folder / INDEX, prefix)
     name = str(components.get("_class_name"))
@@ -216,8 +216,8 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     settings = _read_json(folder / family.denoiser / "config.json", prefix)
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", prefix)
     halvings = len(vae.block_out_channels) - 1
-    channels, packed = vae.latent_channels, family.packed
-    return Pipeline(base_model, family, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {})
+    channels, packing = vae.latent_channels, family.packing
+    return Pipeline(base_model, family, settings, scheduler, folder, channels * packing**2, packing * 2**halvings, {})
 
 
 def _check_parts(folder: Path, components: dict[str, Any], family: Family, prefix: str) -> None:
@@ -235,8 +235,8 @@ def _is_single_file(path: Path) -> bool:
     return path.suffix == ".safetensors" and path.is_file() and not in_model_folder
 
 
-def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
-    """Return the folder of a pipeline; for a Hub ID, download the files that match `wanted`."""
+def _find_folder(base_model: str, section: ModelSection, patterns: Sequence[str] = ("*/*", INDEX)) -> Path:
+    """Return the folder of a pipeline; for a Hub ID, download the files that match `patterns`."""
     path = Path(base_model).expanduser()
     if (single := resolve_single_file_pipeline(base_model, section)) is not None:
         return _convert_single_file(path, section, single[0], is_whole=single[1])
@@ -252,7 +252,7 @@ def _find_folder(base_model: str, section: ModelSection, wanted: Sequence[str] =
         # Many repositories contain the weights several times, for different tools and precisions.
         ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]
         found = snapshot_download(
-            base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
+            base_model, revision=section.revision, allow_patterns=list(patterns), ignore_patterns=ignored
         )
     except Exception as error:  # huggingface_hub may raise anything
         raise build_load_error("base_model", base_model, error) from None
@@ -287,8 +287,8 @@ def _convert_single_file(file: Path, section: ModelSection, source: str, *, is_w
 
     prefix = f"base_model={file}"
     try:
-        wanted = [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ["*/*", INDEX]
-        origin = _find_folder(source, section, wanted)
+        patterns = [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ["*/*", INDEX]
+        origin = _find_folder(source, section, patterns)
     except UserError as error:
         fix = "set model.pipeline to the folder of a pipeline of the same kind"
         raise UserError(f"{prefix}: contains only weights, and its settings were not found ({error}); {fix}") from None

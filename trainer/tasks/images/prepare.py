@@ -41,8 +41,7 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
     for setting in find_other_task_settings(config, "image"):
         yield f"{setting.name}={to_text(setting.value)}: only for language models; remove it"
     if training.gradient_checkpointing == "selective":
-        problem = "image models are recomputed block by block"
-        yield f"training.gradient_checkpointing=selective: {problem}; use non_reentrant"
+        yield "training.gradient_checkpointing=selective: not supported for image models; use non_reentrant"
     if layers := training.gradient_checkpointing_layers:
         yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove the setting"
     if config.lora.modules_to_save:
@@ -55,7 +54,7 @@ def _find_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def _find_family_mistakes(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
-    image, flow, name = config.image, pipeline.family.flow, pipeline.family.name
+    image, flow, name = config.image, pipeline.family.is_flow_matching, pipeline.family.name
     if flow and image.min_snr_gamma is not None:
         yield f"image.min_snr_gamma={image.min_snr_gamma:g}: {name} is trained by flow matching; remove the setting"
     if flow and image.prediction != "auto":

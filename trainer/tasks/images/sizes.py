@@ -18,13 +18,13 @@ class ResizeAndCrop:
 
     width: int
     height: int
-    scaled: tuple[int, int]
-    crop: tuple[int, int]
+    scaled_size: tuple[int, int]
+    crop_origin: tuple[int, int]
     """Left and top edges of the crop."""
 
     def apply(self, image: Image.Image) -> Image.Image:
-        left, top = self.crop
-        scaled = image.resize(self.scaled, Image.Resampling.LANCZOS)
+        left, top = self.crop_origin
+        scaled = image.resize(self.scaled_size, Image.Resampling.LANCZOS)
         return scaled.crop((left, top, left + self.width, top + self.height))
 
 

@@ -23,7 +23,7 @@ CAPTION_FIELDS = ("text", "caption", "prompt", "description")
 IMAGE_FIELDS = ("image", "img", "picture", "jpg", "png")
 METADATA = {"metadata.jsonl": "json", "metadata.csv": "csv"}
 ON_WHITE = "have an alpha channel, and get a white background"
-FIRST_FRAME = "have several frames or pages, of which only the first is used"
+FIRST_FRAME = "have several frames or pages; only the first is used"
 OTHER_COLORS = "are in CMYK or LAB, and are converted to RGB without their color profile"
 SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
 

@@ -34,7 +34,7 @@ class ImageTask(Task):
     """Diffusers pipelines. A sample is an image with its caption."""
 
     title = "an image model"
-    counted = ("images",)
+    batch_units = ("images",)
     peft_type = None
     formats = ("peft", "kohya", "hf")
     unsupported: ClassVar[Mapping[str, str]] = {
@@ -66,23 +66,21 @@ class ImageTask(Task):
             shards=shards,
         )
 
-    def run_small_pass(self, model: Any) -> object:
+    def run_dummy_forward(self, model: Any) -> object:
         """Run a forward pass on the smallest image that the model accepts, with the first caption."""
         levels = self._pipeline.settings.get("block_out_channels", ())
         side = 4 * self._pipeline.family.patch * 2 ** max(0, len(levels) - 1)
         device = self._device
-        conditions = {
-            name: value[None].to(device, self._dtype) for name, value in self._data.train.store.conditions(0).items()
-        }
+        conditions = _add_row_dimension(self._data.train.store.load_conditions(0), device, self._dtype)
         conditions["sizes"] = torch.full((1, 6), 8.0 * side, device=device)
         conditions["guidance"] = torch.ones(1, device=device)
         noisy = torch.zeros(1, self._pipeline.channels, side, side, device=device, dtype=self._dtype)
         return model(noisy, torch.ones(1, device=device), conditions)
 
-    def loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
+    def build_loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
         return NoiseLoss(self._objective, self._dtype, self._config.image.guidance)
 
-    def batches(self) -> ImageBatches:
+    def build_batches(self) -> ImageBatches:
         config, training = self._config, self._config.training
         return ImageBatches(
             self._data.train,
@@ -97,7 +95,7 @@ class ImageTask(Task):
             shuffle=config.dataset.shuffle,
         )
 
-    def evaluation(self) -> Iterable[ImageBatch]:
+    def build_evaluation_batches(self) -> Iterable[ImageBatch]:
         training, samples = self._config.training, self._data.evaluation
         assert samples is not None
         return iterate_evaluation_images(
@@ -107,12 +105,12 @@ class ImageTask(Task):
             world_size=self._ranks.world_size,
         )
 
-    def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
+    def generate_samples(self, engine: Engine, when: str, step: int, folder: Any) -> None:
         prompts = self._config.logging.sample_prompts
         if not prompts or self._pipeline.folder is None:
             return
         store = self._data.train.store
-        captions = {caption: store.conditions(store.captions.index(caption)) for caption in (*prompts, "")}
+        captions = {caption: store.load_conditions(store.captions.index(caption)) for caption in (*prompts, "")}
         images = generate_sample_images(
             engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
@@ -120,11 +118,11 @@ class ImageTask(Task):
             folder.save_image(prompt, when, step, image)
         self._say(f"sample images, step {step}: {len(images)} in samples/")
 
-    def companion_files(self) -> Callable[[Path], None]:
+    def prepare_companion_files(self) -> Callable[[Path], None]:
         return write_for_diffusers
 
     @classmethod
-    def card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
+    def build_model_card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
         return _write_card(config, read_pipeline(config.base_model, config.model), records, name)
 
 
@@ -204,9 +202,8 @@ def generate_sample_images(
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
     """Build diffusers' pipeline with this denoiser, an fp32 VAE and no text encoders."""
-    sampler = pipeline.load_encoder_pipeline(
-        torch.float32, text=False, vae=True
-    )  # diffusers derives the latent size from the VAE
+    # diffusers derives the latent size from the VAE.
+    sampler = pipeline.load_encoder_pipeline(torch.float32, text=False, vae=True)
     sampler.register_modules(**{pipeline.family.denoiser: denoiser})
     sampler.vae.to(device)
     sampler.set_progress_bar_config(disable=True)

@@ -5,7 +5,7 @@ all but the last answer. So a conversation rendered up to turn i is not always a
 turn's text may not occur there. But all templates loop over the messages. `mark_template` puts a marker at the start of
 each loop body and after each loop; in the rendering, the markers show where every turn begins and ends. `{% generation
 %}` blocks are marked in the same way, and so are the texts of the turns (`mark_message`), to separate them from the
-tags around them. `read_marks` removes the markers; its caller compares the rest with an unmarked rendering.
+tags around them. `parse_markers` removes the markers; its caller compares the rest with an unmarked rendering.
 """
 
 import re
@@ -20,7 +20,7 @@ from jinja2 import Environment
 TURN_KEY = "zerolora_turn"
 # Noncharacters, which no valid text contains (https://www.unicode.org/faq/private_use.html#noncharacters).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
+_MARKER = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
 # An answer that begins with reasoning, as models write it and templates split it.
 _INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
 # The tags around reasoning, with adjacent whitespace.
@@ -121,7 +121,7 @@ def has_generation_blocks(source: str) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
-def read_marks(rendered: str) -> ChatSpans:
+def parse_markers(rendered: str) -> ChatSpans:
     """Remove the markers from a chat rendered with a marked template, and return its text and spans."""
     pieces: list[str] = []
     turns: Spans = {}
@@ -129,11 +129,11 @@ def read_marks(rendered: str) -> ChatSpans:
     texts: dict[str, Spans] = {"text": {}, "reasoning": {}}
     open_spans: dict[str, tuple[int, int]] = {}  # loop or text -> (turn, start)
     position = length = 0
-    for mark in _MARK.finditer(rendered):
-        pieces.append(rendered[position : mark.start()])
-        length += mark.start() - position
-        position = mark.end()
-        name, turn = mark.groups()
+    for marker in _MARKER.finditer(rendered):
+        pieces.append(rendered[position : marker.start()])
+        length += marker.start() - position
+        position = marker.end()
+        name, turn = marker.groups()
         if name == "generation":
             generation.append((length, length))
         elif name == "endgeneration":
@@ -177,6 +177,6 @@ def _quote_literal(text: str) -> str:
 def _build_loop_marker(loop: int, variable: str) -> str:
     """Return the marker for an iteration over a numbered message; in other loops, it renders as nothing."""
     key = f"{variable}.{TURN_KEY}"
-    mark = f"{{{{ '{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}' }}}}"
+    marker = f"{{{{ '{_OPEN}{loop}:' ~ {key} ~ '{_CLOSE}' }}}}"
     seen = f"{{% set zerolora_{loop}.turns = true %}}"
-    return f"{{% if {variable} is mapping and {key} is defined %}}{seen}{mark}{{% endif %}}"
+    return f"{{% if {variable} is mapping and {key} is defined %}}{seen}{marker}{{% endif %}}"
