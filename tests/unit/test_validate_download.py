@@ -152,7 +152,7 @@ def test_validate_explains_settings(override: str, line: str, config: Path, caps
         ("training.lr_scheduler=cosine_with_restarts training.lr_cycles=9", "training.lr_cycles=9: a cycle needs 2"),
         (
             "training.lr_scheduler=warmup_stable_decay training.warmup_ratio=0.5 training.decay_ratio=0.9",
-            "training.decay_ratio=0.9: adds up to more than 1 with training.warmup_ratio=0.5",
+            "training.decay_ratio=0.9: plus training.warmup_ratio=0.5 exceeds 1",
         ),
         ("training.warmup_steps=100", "would never reach its peak in a run of 6 steps"),
     ],

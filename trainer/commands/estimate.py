@@ -56,7 +56,7 @@ def build_report(
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
         notes = [*notes, describe_recomputation(planner, resolved, memory)]
-    counts = resolved.training, planner.lengths.samples, config.data_ranks(planner.machine.world_size)
+    counts = resolved.training, planner.lengths.samples, config.count_data_ranks(planner.machine.world_size)
     pixels = f"{resolved.image.resolution} x {resolved.image.resolution} pixels"
     sample = f"{planner.lengths.longest:,} tokens" if planner.has_sequences else pixels
     estimate = planner.estimate(resolved)

@@ -34,7 +34,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         lines += adapter_lines
     lines += [note if note.startswith("warning: ") else f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
-    samples, data_ranks = count_samples(prepared), config.data_ranks(ranks)
+    samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks)
     if trained is not None and samples is not None:
         warning = build_capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {warning}"] if warning else []

@@ -38,7 +38,7 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
     card = arguments.card or REFERENCE_CARD
     step, note = predict_step(planner, config, card, network)
     gpus, training = planner.machine.world_size, config.training
-    steps = count_steps(training, planner.lengths.samples, config.data_ranks(gpus))
+    steps = count_steps(training, planner.lengths.samples, config.count_data_ranks(gpus))
     hours = None if steps is None else steps * step.total / 3600
     return {
         "card": card,

@@ -21,7 +21,7 @@ from trainer.config import LoadedConfig, UserError
 from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
-from trainer.contract.restart_record import find_changed_adapters
+from trainer.contract.restart_record import apply_recorded_changes
 from trainer.data.batches import MicroBatch, PairBatch, merge_batches
 from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
@@ -152,7 +152,7 @@ class JointRun:
         precision = resolve_precision(config.training.precision, device)
         configs = []
         for run in self.runs:
-            samples, data_ranks = count_samples(run.prepared), config.data_ranks(ranks.world_size)
+            samples, data_ranks = count_samples(run.prepared), config.count_data_ranks(ranks.world_size)
             resolved = resolve_global_batch(run.config, samples, data_ranks)
             configs.append(resolve_eval_and_save_steps(resolved, samples, data_ranks))
         steps = {resolved.training.gradient_accumulation_steps for resolved in configs}
@@ -262,7 +262,7 @@ class JointRun:
         batches: list[Sequence[MicroBatch]] = [batch for batch, _ in fetched]
         # If adapters were changed, the run saves and stops, and the launcher starts it again.
         entries = list(self.config.adapters) if ranks.is_main else []
-        self._stops = bool(self._stop) or find_changed_adapters(self._folder, entries) != entries
+        self._stops = bool(self._stop) or apply_recorded_changes(self._folder, entries) != entries
         requests = [[self._stops, member.run.loop.wants_save()] for member in active]
         counts = _count_targets(batches, requests, ranks, device)
         micro_steps = len(batches[0])

@@ -12,7 +12,7 @@ from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, co
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.folder_lock import FolderLock, check_not_locked
 from trainer.contract.heartbeat import clear_heartbeats
-from trainer.contract.rank_arguments import TYPED
+from trainer.contract.rank_arguments import TYPED_OPTION
 from trainer.contract.rank_errors import RankError
 from trainer.contract.rendezvous import get_host_name
 from trainer.data.prepared import PreparedRun
@@ -155,7 +155,7 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--world-size", type=int, help="expected number of ranks")
     parser.add_argument("--lock", help="token of the launcher's lock on the output folder")
-    parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
+    parser.add_argument(TYPED_OPTION, help="the command typed by the user, for the run's record")
     parser.add_argument("--verbose", action="store_true", help="show all lines before the first step")
     parser.add_argument("--console", help="file or descriptor for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)

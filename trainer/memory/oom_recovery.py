@@ -67,7 +67,7 @@ class Recovery:
         note.write(Path(self._config.output_dir) / "logs")
         return StepOutOfMemoryError(
             f"step {step}: out of memory with batch_size {size}; to continue manually add "
-            + " ".join(f"{name}={value}" for name, value in note.settings().items())
+            + " ".join(f"{name}={value}" for name, value in note.format_overrides().items())
             + (" training.resume_from_checkpoint=latest" if saved_at else ""),
             EXIT_RESTART,
         )

@@ -166,7 +166,7 @@ class Planner:
         return next((choice.config.zero.stage for choice in choices if choice.needed <= memory), None)
 
     def find_largest_useful_batch(self, config: RunConfig) -> int:
-        global_batch, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
+        global_batch, ranks = config.training.global_batch_size, config.count_data_ranks(self.machine.world_size)
         if global_batch not in (None, AUTO):
             return min(LARGEST_BATCH, max(1, global_batch // ranks))
         if self.lengths.samples:
@@ -214,7 +214,7 @@ class Planner:
         return best
 
     def _resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        samples, ranks = self.lengths.samples, config.data_ranks(self.machine.world_size)
+        samples, ranks = self.lengths.samples, config.count_data_ranks(self.machine.world_size)
         config = resolve_global_batch(config, samples, ranks)
         auto_batch = config.training.batch_size == AUTO
         if auto_batch:

@@ -90,7 +90,7 @@ def plan_for_machine(
     kind: type[Planner], machine: Machine, config: RunConfig, prepared: PreparedRun, memory: int | None
 ) -> MemoryPlan:
     """Return the plan for GPUs with `memory` bytes each (None: CPUs). Raises UserError as `plan_memory` does."""
-    counts = count_samples(prepared), config.data_ranks(machine.world_size)
+    counts = count_samples(prepared), config.count_data_ranks(machine.world_size)
     config = resolve_global_batch(config, *counts)
     has_auto = AUTO in (config.zero.stage, config.training.batch_size)
     try:

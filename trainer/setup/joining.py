@@ -60,7 +60,7 @@ def define_task(
 ) -> tuple[Task, int]:
     """Build the task and print its number of steps; return both. `resolved` is the configuration without `auto`."""
     task = find_model_kind(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
-    samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
+    samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)
     total_steps = count_steps(resolved.training, samples, data_ranks)
     assert total_steps is not None  # a stream without max_steps was rejected

@@ -86,7 +86,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
 
 def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[int, int, int]:
     """Return a step's epoch, the position of its first sample in that epoch, and its number of samples."""
-    ranks = config.data_ranks(ranks)
+    ranks = config.count_data_ranks(ranks)
     training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: is chosen when the run starts; use the run's training_config.json")

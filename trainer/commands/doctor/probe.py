@@ -1,6 +1,6 @@
 """Checks of `zerolora doctor` on one machine that need torch: toolchain, GPUs, operators, model, data, memory.
 
-`python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints one line of JSON after MARK:
+`python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints JSON after RESULT_PREFIX:
 `checks` (name, state, found, fix) and `need` (bytes of host memory per rank, and of disk space).
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
-from trainer.contract.json_records import MARK, Check, State
+from trainer.contract.json_records import RESULT_PREFIX, Check, State
 
 
 def check_torch() -> Iterator[Check]:
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         if not any(finding.state == "FAIL" for finding in findings):
             need, warning = estimate_need(config, arguments.ranks)
             findings += [warning] if warning else []
-    print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings], "need": need}), flush=True)
+    print(RESULT_PREFIX + json.dumps({"checks": [asdict(finding) for finding in findings], "need": need}), flush=True)
     return 0
 
 
