@@ -156,16 +156,16 @@ class Run:
     @phase("load")
     def _build_model(self) -> Any:
         message = f"loading the model {escape(self.config.base_model)}"
-        timer = threading.Timer(LONG_LOAD_S, self.say.show, [message])
+        timer = threading.Timer(LONG_LOAD_S, self.say.print_always, [message])
         timer.daemon = True
         timer.start()
         try:
             model, (summary, *lines) = self.builder.build_model()
         finally:
             timer.cancel()
-        self.say.show(summary)
+        self.say.print_always(summary)
         for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.lines()):
-            (self.say.show if str(line).startswith("train: ") else self.say)(line)
+            (self.say.print_always if str(line).startswith("train: ") else self.say)(line)
         return model
 
     @phase("start engine")

@@ -277,11 +277,11 @@ def test_names_and_errors_are_printable(place: Path) -> None:
     record = {"runs": [{"folder": f"run/{ESCAPES}", "digest": "", "exit_code": 1, "settings": []}]}
     from rich.console import Console
 
-    from trainer.monitor.report.sweep_table import show
+    from trainer.monitor.report.sweep_table import print_table
 
     with run_with(place, "sweep.json", json.dumps(record).encode()) as run:
         console = Console(file=open(os.devnull, "w"), record=True, soft_wrap=True)
-        show(console, read_run_results(run))
+        print_table(console, read_run_results(run))
     assert "red" in console.export_text() and "\x1b" not in console.export_text()
 
 

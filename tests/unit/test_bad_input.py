@@ -134,7 +134,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "adapter: lora",
     ),
     "zero.gather=layer": ("zero.gather=layer: only stage 3", "zero.stage is 2", "use zero.stage: 3"),
-    "zero.gather=layer ; zero.stage=3 ; adapter=none": ("zero.gather=layer: per-layer gathering needs frozen weights", "use module"),
+    "zero.gather=layer ; zero.stage=3 ; adapter=none": ("per-layer gathering needs frozen weights", "use module"),
     "zero.gather=layer ; zero.stage=3 ; lora.dora=true": ("zero.gather=layer: DoRA", "use module"),
     "zero.stage=3 ; zero.gather=module ; lora.init=orthogonal": ("lora.init=orthogonal", "use zero.stage: 2"),
     "training.optimizer=muon": ("training.optimizer=muon: computes with whole matrices", "use zero.stage: 0"),

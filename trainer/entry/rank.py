@@ -74,7 +74,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
     """Acquire or join the lock on the run's folder on rank 0; other ranks wait unless the launcher holds the lock."""
     run_dir = Path(config.output_dir)
 
-    def take() -> FolderLock:
+    def acquire_or_join() -> FolderLock:
         lock = FolderLock.join(run_dir, token) if token else None
         if lock is None:
             resumes = config.training.resume_from_checkpoint == "auto"
@@ -85,8 +85,8 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
         return lock
 
     if token is not None:
-        return take() if ranks.is_main else None
-    return decide_on_first_rank(ranks, compute_collective_timeout(config.training), take)
+        return acquire_or_join() if ranks.is_main else None
+    return decide_on_first_rank(ranks, compute_collective_timeout(config.training), acquire_or_join)
 
 
 def _train_run(
@@ -104,8 +104,8 @@ def _train_run(
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
-    kind = JointRun if loaded.config.runs else Run
-    run = kind(loaded, prepared, ranks, console, stop, lock, verbose=arguments.verbose)
+    run_class = JointRun if loaded.config.runs else Run
+    run = run_class(loaded, prepared, ranks, console, stop, lock, verbose=arguments.verbose)
     try:
         run.train()
     except UserError as error:

@@ -46,7 +46,7 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
     timeout, token = compute_collective_timeout(config.training), lock.token if lock is not None else ""
     world = check_ranks_agree(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
     form_process_group(ranks, timeout)
-    (say.show if world.hosts > 1 else say)(world.summary)
+    (say.print_always if world.hosts > 1 else say)(world.summary)
     if (warning := known_versions.build_version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     resolve_precision(config.training.precision, device)
@@ -69,9 +69,9 @@ def define_task(
 
 def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
     if (size := original.parallel.sequence) > 1:
-        say.show(f"sequences: each is split over {size} ranks, counted as one below (parallel.sequence)")
+        say.print_always(f"sequences: each is split over {size} ranks, counted as one below (parallel.sequence)")
     warnings = list_step_warnings(resolved, samples, ranks)
-    say.show(f"steps: {describe_steps(resolved.training, samples, ranks)}")
+    say.print_always(f"steps: {describe_steps(resolved.training, samples, ranks)}")
     for warning in warnings:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
 
