@@ -200,7 +200,7 @@ class Run:
 
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
-        loss, stragglers = self.builder.build_step_parts(self.loss, engine, self.say)
+        loss, stragglers = self.builder.build_training_loss_and_watch(self.loss, engine, self.say)
         extend_timeouts(compute_collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
         hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)

@@ -50,7 +50,7 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     # A model without weights cannot be given initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
     dtype = next(model.parameters()).dtype
-    peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).task(config).peft_type)
+    peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).find_task_class(config).peft_type)
     adapted = summarize_adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)

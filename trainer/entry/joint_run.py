@@ -42,7 +42,7 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.run import Run
 from trainer.setup.build import Builder
-from trainer.setup.joining import define_task, join_ranks
+from trainer.setup.joining import build_task, join_ranks
 from trainer.setup.kinds import find_model_kind
 from trainer.step import NONFINITE, StepInFlight
 from trainer.tasks.preference import PreferenceLoss
@@ -172,7 +172,7 @@ class JointRun:
         for run, resolved in zip(self.runs, configs, strict=True):
             run.config = apply_changes(resolved, shared | {"zero": decided.zero})
             run.device, run.precision, run.memory = device, precision, replace(memory, config=run.config)
-            run.task, run.total_steps = define_task(run.config, run.config, run.prepared, ranks, precision, run.say)
+            run.task, run.total_steps = build_task(run.config, run.config, run.prepared, ranks, precision, run.say)
             run.builder = Builder(run.config, memory.decisions, run.task, ranks, device, precision)
         decided._runs = tuple(run.config for run in self.runs)
         self._builder = Builder(decided, memory.decisions, self.runs[0].task, ranks, device, precision)

@@ -41,7 +41,7 @@ class Machine:
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
     """Host of each rank; empty if all ranks are on one host."""
-    host_room: int | None = None
+    host_memory: int | None = None
     """Bytes of host memory for a rank's offloaded tensors; None: unlimited."""
 
     @classmethod

@@ -72,7 +72,7 @@ class PlanChoice:
     config: RunConfig
     changes: Changes
     estimate: Estimate | None
-    refusal: str = ""
+    error: str = ""
 
     @property
     def needed(self) -> float:
@@ -243,7 +243,7 @@ class Planner:
         choices = {stage: self.try_changes(config, {"zero.stage": stage}) for stage in STAGES}
         allowed = [stage for stage, choice in choices.items() if choice.estimate is not None]
         if not allowed:
-            raise UserError(f"zero.stage=auto: {choices[CPU_STAGE].refusal}")
+            raise UserError(f"zero.stage=auto: {choices[CPU_STAGE].error}")
         return CPU_STAGE if memory is None and CPU_STAGE in allowed else allowed[-1]
 
     def build_decisions(self, config: RunConfig) -> Decisions:
@@ -252,7 +252,7 @@ class Planner:
     def build_work(self, config: RunConfig, decided: Decisions) -> MicroStep:
         training = config.training
         kernels, fused = self._build_kernels(config, decided), bool(decided.fused_head.value)
-        room = self.machine.host_room
+        room = self.machine.host_memory
         if room is not None:
             room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
         reference = _count_reference_rows(config)
@@ -266,7 +266,7 @@ class Planner:
             own_norms=decided.norms.value == "ours",
             fused_loss=fused,
             training=training,
-            host_room=room,
+            host_memory=room,
         )
 
     def _build_kernels(self, config: RunConfig, decided: Decisions) -> Kernels:

@@ -37,7 +37,7 @@ def join_run(
     memory = plan_memory(find_model_kind(config).planner, config, prepared, ranks, ranks.device(), precision)
     for note in memory.notes:
         say(note)
-    return precision, memory, *define_task(config, memory.config, prepared, ranks, precision, say)
+    return precision, memory, *build_task(config, memory.config, prepared, ranks, precision, say)
 
 
 def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
@@ -55,11 +55,11 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
     set_up_torch(config.training, device)
 
 
-def define_task(
+def build_task(
     config: RunConfig, resolved: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, say: Output
 ) -> tuple[Task, int]:
     """Build the task and print its number of steps; return both. `resolved` is the configuration without `auto`."""
-    task = find_model_kind(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
+    task = find_model_kind(config).find_task_class(config)(resolved, prepared, ranks, ranks.device(), precision, say)
     samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)
     total_steps = count_steps(resolved.training, samples, data_ranks)
