@@ -14,7 +14,7 @@ from launcher.job_starts import RESUME_AUTO
 from launcher.supervision.terminal import say
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.yaml_core import parse_yaml, read_text
-from trainer.contract.restart_record import AdapterChanges, find_changed_adapters
+from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes
 
 
 def adapters(
@@ -34,7 +34,7 @@ def adapters(
         raise UserError(f"zerolora adapters {action}: unknown action; use add or remove")
     os.chdir(changes.working_directory)
     path, *settings = changes.arguments
-    current = find_changed_adapters(run, load_config(path, settings).config.adapters)
+    current = apply_recorded_changes(run, load_config(path, settings).config.adapters)
     known = [entry["name"] for entry in current]
     names = {str(entry.get("name")) for entry in added} or {what}
     if action == "add" and (taken := names & {*known}):

@@ -29,7 +29,7 @@ from trainer.config.errors import convert_path_error, format_one_line
 from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import build_json_schema, format_reference
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
-from trainer.contract.restart_record import find_changed_adapters
+from trainer.contract.restart_record import apply_recorded_changes
 
 # Subcommand -> (module, summary). `zerolora X --help` shows the module's own help.
 MODULES = {
@@ -117,7 +117,7 @@ def train(
         settings += resume_settings
         loaded = load_config(config, settings)
     entries = loaded.config.adapters if loaded.config.training.resume_from_checkpoint else ()
-    changed = find_changed_adapters(Path(loaded.config.output_dir), entries)
+    changed = apply_recorded_changes(Path(loaded.config.output_dir), entries)
     if changed != list(entries):
         settings.append(f"adapters={json.dumps(changed)}")
         loaded = load_config(config, settings)

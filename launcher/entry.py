@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from trainer.contract.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, exit_code_after
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, get_signal_exit_code
 from trainer.contract.standard_streams import PROGRESS, open_closed_descriptors, open_forgiving_stream
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -34,14 +34,14 @@ class SignalHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number or os.getpid() != self._process:
-            os._exit(exit_code_after(number))  # on a second signal, or in a worker forked by a library
+            os._exit(get_signal_exit_code(number))  # on a second signal, or in a worker forked by a library
         self.number = number
         raise self._exception
 
     def report(self) -> int:
         name = signal.Signals(self.number).name
         print("stopped" if self.number == signal.SIGINT else f"stopped by {name}", file=sys.stderr)
-        return exit_code_after(self.number)
+        return get_signal_exit_code(self.number)
 
 
 class _Output(io.FileIO):

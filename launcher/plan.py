@@ -16,7 +16,7 @@ from launcher.targets.mpi import build_mpirun_command
 from launcher.targets.slurm import build_srun_command, read_allocation
 from trainer.config import UserError
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
-from trainer.contract.rendezvous import describe_port_problem, draw_port, find_free_port, format_port_error
+from trainer.contract.rendezvous import choose_random_port, describe_port_problem, find_free_port, format_port_error
 
 ENVIRONMENT_FILE = "environment"
 CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
@@ -94,7 +94,7 @@ def plan(request: LaunchRequest, logs: Path) -> Plan:
     slots = select_slots(request)
     if launcher == "mpi":
         if address is not None and port is None:
-            port = draw_port()
+            port = choose_random_port()
         return partial(build_mpirun_command, slots=slots, address=address, port=port), Reach()
     check_reachable(list(slots), Path.cwd())
     return plan_on_hosts(request, logs, slots, address)
@@ -108,7 +108,7 @@ def plan_on_hosts(request: LaunchRequest, logs: Path, slots: Slots, address: str
         hostfile=request.hostfile,
         slots=slots,
         address=address or _resolve_address(next(iter(slots))),
-        port=request.master_port or draw_port(),
+        port=request.master_port or choose_random_port(),
         environment_file=logs / ENVIRONMENT_FILE,
     )
     return build, SshReach(slots)

@@ -166,7 +166,7 @@ class Loop:
         with phase("data"), context.time_own_work(on_device=False):
             batches, consumed = context.batches.build_step_batches(position.epoch, position.offset)
         for hook in self._hooks:
-            hook.with_batches(position.step + 1, batches)
+            hook.on_batches(position.step + 1, batches)
         return batches, consumed
 
     def before_update(self) -> None:
@@ -258,7 +258,7 @@ class Loop:
             values |= metrics_of_hook
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
-        self._reporter.progress(step, values)
+        self._reporter.update_progress(step, values)
         if is_logged:
             self._reporter.log(step, values)
 

@@ -156,16 +156,16 @@ class Run:
     @phase("load")
     def _build_model(self) -> Any:
         message = f"loading the model {escape(self.config.base_model)}"
-        timer = threading.Timer(LONG_LOAD_S, self.say.show, [message])
+        timer = threading.Timer(LONG_LOAD_S, self.say.print_always, [message])
         timer.daemon = True
         timer.start()
         try:
             model, (summary, *lines) = self.builder.build_model()
         finally:
             timer.cancel()
-        self.say.show(summary)
+        self.say.print_always(summary)
         for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.format_lines()):
-            (self.say.show if str(line).startswith("train: ") else self.say)(line)
+            (self.say.print_always if str(line).startswith("train: ") else self.say)(line)
         return model
 
     @phase("start engine")
@@ -200,7 +200,7 @@ class Run:
 
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
-        loss, stragglers = self.builder.build_step_parts(self.loss, engine, self.say)
+        loss, stragglers = self.builder.build_training_loss_and_watch(self.loss, engine, self.say)
         extend_timeouts(compute_collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
         hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)

@@ -39,14 +39,14 @@ from benchmarks.tiers.machine import (
     this_machine,
 )
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.contract.exit_codes import exit_code_after
+from trainer.contract.exit_codes import get_signal_exit_code
 from trainer.contract.home import HOME
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.monitor.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.3
-EXIT_INTERRUPTED = exit_code_after(signal.SIGINT)
+EXIT_INTERRUPTED = get_signal_exit_code(signal.SIGINT)
 EXAMPLES = """examples:
   zerolora tier quick                        one tier, in a minute
   zerolora tier all --without full           without the 7B model

@@ -39,7 +39,7 @@ from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import format_count, sanitize
 from trainer.config.files import UnreadableFileError, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
-from trainer.contract.json_records import MARK, Check
+from trainer.contract.json_records import RESULT_PREFIX, Check
 from trainer.contract.rendezvous import get_host_name
 from trainer.contract.standard_streams import PROGRESS
 
@@ -71,7 +71,7 @@ def doctor(
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
         checks = check_this_host(loaded, arguments, num_gpus or len(list_visible_gpus()) or CPU_RANKS, port=None)
-        typer.echo(f"{MARK}{get_host_name()} {json.dumps([asdict(check) for check in checks])}")
+        typer.echo(f"{RESULT_PREFIX}{get_host_name()} {json.dumps([asdict(check) for check in checks])}")
         return
     request = LaunchRequest(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     checks = run_checks(loaded, arguments, request)
@@ -145,7 +145,7 @@ def check_ranks(command: Command) -> list[Check]:
 
 
 def _run_probe(command: Command, patience_s: float) -> tuple[Any, str]:
-    """Run a command and return the JSON that it prints after MARK, or None and a description of the problem."""
+    """Run a command and return the JSON that it prints after RESULT_PREFIX, or None and a description of a problem."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
@@ -161,9 +161,9 @@ def _run_probe(command: Command, patience_s: float) -> tuple[Any, str]:
         output.seek(0)
         printed = output.read().decode(errors="replace")
     for line in printed.splitlines():
-        if MARK in line:
+        if RESULT_PREFIX in line:
             with suppress(ValueError):  # srun may split lines
-                return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
+                return json.loads(line.partition(RESULT_PREFIX)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in printed.splitlines() if line.strip("- ")] or ["no output"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(still_running) == len(processes):
@@ -245,9 +245,9 @@ def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
 
 
 def parse_doctor_output(printed: str, host: str) -> list[Check]:
-    """Return the checks that `zerolora doctor` printed after MARK on a host; empty if they cannot be parsed."""
+    """Return the checks that `zerolora doctor` printed after RESULT_PREFIX on a host; empty if they are damaged."""
     with suppress(UnreadableFileError):
-        name, _, text = printed.rpartition(MARK)[2].partition("\n")[0].partition(" ")
+        name, _, text = printed.rpartition(RESULT_PREFIX)[2].partition("\n")[0].partition(" ")
         return [replace(check, host=name) for check in parse_json(text, Path(host), list[Check])]
     return []
 

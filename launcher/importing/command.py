@@ -80,11 +80,11 @@ def drop_unused_settings(translation: Translation) -> None:
     except ValidationError:  # load_text reports it
         return
     for unused in find_unused_settings(config):
-        if unused.name in translation.settings and not unused.need.replaces:
+        if unused.name in translation.settings and not unused.unmet.replaces:
             names = translation.settings.pop(unused.name).names
             for name in names[:1]:  # a default has no names
                 translation.note_unsupported(
-                    name, f"{unused.name} would have no effect, because {unused.need.reason(config)}"
+                    name, f"{unused.name} would have no effect, because {unused.unmet.describe_reason(config)}"
                 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.supervision.terminal import say
 from trainer.config import UserError
-from trainer.contract.heartbeat import STACK_MARK, Hang, Heartbeat, read_heartbeats
+from trainer.contract.heartbeat import STACK_PREFIX, HangReport, Heartbeat, read_heartbeats
 from trainer.contract.rank_errors import RankError, read_errors
 from trainer.contract.rendezvous import get_host_name
 
@@ -145,7 +145,7 @@ def _was_killed(death: Death) -> bool:
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.killed_by_launcher
 
 
-def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_reported: bool) -> Fault:
+def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: HangReport, *, is_reported: bool) -> Fault:
     """Print to stderr which rank hangs, unless `is_reported` is set, and its Python stack."""
     if not is_reported:
         say(f"the run failed: {hang.text}")
@@ -188,7 +188,7 @@ def describe_status(status: int) -> str:
 def find_last_stack(text: str) -> list[str]:
     """Return the innermost frames of the last stack that a rank's watchdog wrote to its log; empty if there is none."""
     lines = text.splitlines()
-    starts = [index for index, line in enumerate(lines) if line.startswith(STACK_MARK)]
+    starts = [index for index, line in enumerate(lines) if line.startswith(STACK_PREFIX)]
     if not starts:
         return []
     frames = []

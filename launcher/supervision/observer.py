@@ -13,7 +13,7 @@ from launcher.supervision.build_locks import remove_stale_locks
 from launcher.supervision.processes import find_local_ranks, is_stopped, send_signal
 from launcher.supervision.remote import LauncherLog, Reach
 from launcher.supervision.terminal import say
-from trainer.contract.heartbeat import Hang, Heartbeat, read_hang, read_heartbeats
+from trainer.contract.heartbeat import HangReport, Heartbeat, read_hang_report, read_heartbeats
 from trainer.contract.rendezvous import get_host_name
 
 LOCKS_EVERY_S = 10.0
@@ -27,26 +27,26 @@ FOLDER_POLL_S = 0.5
 _RUN_PREFIXES = ("launcher.log", "heartbeat-")
 
 
-def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
+def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> HangReport:
     """Diagnose a run in which all ranks have stopped sending heartbeats.
 
     Ranks that never sent a heartbeat are reported as the cause: the other ranks may be waiting for them in MPI_Init.
     """
     never_seen = [rank for rank in range(ranks) if rank not in beats]
     if not beats or not never_seen:
-        return Hang([0], "no rank sends heartbeats any more: all ranks, or their hosts, have stopped")
+        return HangReport([0], "no rank sends heartbeats any more: all ranks, or their hosts, have stopped")
     text = "; ".join(f"rank {rank} has sent no heartbeat since it was started" for rank in never_seen)
-    return Hang(never_seen, f"{text}; the others have stopped sending heartbeats")
+    return HangReport(never_seen, f"{text}; the others have stopped sending heartbeats")
 
 
-def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
+def name_hosts(hang: HangReport, reach: Reach | None) -> HangReport:
     """Add the host of each rank to the hang message, because ranks may not know each other's hosts."""
     text = hang.text
     for rank in hang.ranks:
         host = get_host_name() if reach is None else reach.find_host(rank)
         if host:
             text = text.replace(f"rank {rank} has ", f"rank {rank} on {host} has ")
-    return Hang(hang.ranks, text)
+    return HangReport(hang.ranks, text)
 
 
 class FolderWatch:
@@ -109,7 +109,7 @@ class Observer:
         """Exit codes in the heartbeats; None for ranks that have not exited."""
         self.has_failure = False
         """Whether the ranks' launcher has reported a failed rank or host."""
-        self.silent_run: Hang | None = None
+        self.silent_run: HangReport | None = None
         self.has_reported_hang = False
         self._logs, self._count, self._reach = logs, count, reach
         self._unfinished: dict[int, Heartbeat] = {}
@@ -145,7 +145,7 @@ class Observer:
         if now - self._changed_at > self._silence_s:
             # Diagnose before terminating mpirun, which resumes stopped ranks.
             self.silent_run = diagnose_silence(self._count, beats)
-        if (hang := read_hang(self._logs)) is not None:
+        if (hang := read_hang_report(self._logs)) is not None:
             if not self.has_reported_hang:
                 self.has_reported_hang = True  # now, because the launcher may wait forever for an unreachable host
                 say(f"the run failed: {name_hosts(hang, self._reach).text}")

@@ -20,14 +20,14 @@ from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import is_stopped, kill_sessions
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
-from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, exit_code_after, to_exit_code
-from trainer.contract.rank_arguments import CHECKED, PRESTARTED, StartMessage
+from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, get_signal_exit_code, to_exit_code
+from trainer.contract.rank_arguments import CHECKED_MESSAGE, PRESTARTED, StartMessage
 from trainer.contract.rendezvous import get_host_name
 
 POLL_S = 0.05
 PATIENCE_S = 10.0
 FAILED = "the run failed during its checks"
-_SIGNALS_BY_CODE = {exit_code_after(number): number for number in FORWARDED_SIGNALS}
+_SIGNALS_BY_CODE = {get_signal_exit_code(number): number for number in FORWARDED_SIGNALS}
 
 
 class PrestartedRanks:
@@ -85,7 +85,7 @@ class PrestartedRanks:
         stopped_s = [0.0] * len(self.processes)
         while not self._signals:
             ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
-            if ready and self._channels[0].recv(len(CHECKED)) == CHECKED:
+            if ready and self._channels[0].recv(len(CHECKED_MESSAGE)) == CHECKED_MESSAGE:
                 return 0
             if any(process.poll() is not None for process in self.processes):
                 return self._report_failure()
@@ -160,4 +160,4 @@ class PrestartedRanks:
 
 def _report_stop(number: int) -> int:
     say("stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
-    return exit_code_after(number)
+    return get_signal_exit_code(number)

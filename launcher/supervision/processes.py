@@ -12,7 +12,7 @@ import psutil
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.terminal import say
-from trainer.contract.exit_codes import FORWARDED_SIGNALS, exit_code_after, to_exit_code
+from trainer.contract.exit_codes import FORWARDED_SIGNALS, get_signal_exit_code, to_exit_code
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.rendezvous import get_host_name
 
@@ -114,7 +114,7 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
         for forwarded, handler in handlers.items():
             signal.signal(forwarded, handler)
     if received:
-        return exit_code_after(received[0][0])
+        return get_signal_exit_code(received[0][0])
     if code < 0 and failed:
         say(f"{failed}: process {child.pid} on {get_host_name()} {describe_status(code)}")
     return to_exit_code(code)

@@ -21,8 +21,8 @@ from trainer.contract.restart_record import (
     MAX_HALVINGS,
     Restart,
     RestartNote,
+    apply_recorded_changes,
     delete_restarts,
-    find_changed_adapters,
     find_newest_checkpoint,
     list_complete_checkpoints,
     record_restart,
@@ -102,7 +102,7 @@ class Restarts:
                     return EXIT_FAILED
             elif (
                 ending.code == EXIT_OK
-                and (new := find_changed_adapters(self._run_dir, self._adapters)) != self._adapters
+                and (new := apply_recorded_changes(self._run_dir, self._adapters)) != self._adapters
             ):
                 self._adapters, self._settings["adapters"] = new, json.dumps(new)
                 self._prepare_next(ending, "the adapters were changed")
@@ -124,7 +124,7 @@ class Restarts:
             )
             return False
         self._halvings += 1
-        self._settings |= note.settings()
+        self._settings |= note.format_overrides()
         batch = f"batch_size {note.batch_size}, accumulation {note.gradient_accumulation_steps}"
         checkpoint = self._prepare_next(ending, f"out of memory in step {note.step}; continued with {batch}", note.step)
         say(f"out of memory in step {note.step}: resuming from {checkpoint or 'the start'} with {batch}")

@@ -40,8 +40,8 @@ from trainer.contract.exit_codes import (
     is_stop_status,
     to_exit_code,
 )
-from trainer.contract.heartbeat import clear_heartbeats, read_hang, read_heartbeats
-from trainer.contract.launcher_process import keep_alive_file
+from trainer.contract.heartbeat import clear_heartbeats, read_hang_report, read_heartbeats
+from trainer.contract.launcher_process import touch_alive_file
 from trainer.contract.restart_record import RestartNote
 
 POLL_S = 0.1
@@ -146,7 +146,7 @@ class Supervisor:
             if self.reach is None:
                 self.observer.ranks = {rank: psutil.Process(process.pid) for rank, process in enumerate(self.processes)}
             else:
-                threading.Thread(target=keep_alive_file, args=(self.logs, ended), daemon=True).start()
+                threading.Thread(target=touch_alive_file, args=(self.logs, ended), daemon=True).start()
             try:
                 self._watch()
             finally:
@@ -262,7 +262,7 @@ class Supervisor:
         beats = read_heartbeats(self.logs).values()
         if not any(codes) and (self.reach is None or all(beat.exit_code == 0 for beat in beats)):
             return EXIT_OK
-        if hang := read_hang(self.logs) or self.observer.silent_run:
+        if hang := read_hang_report(self.logs) or self.observer.silent_run:
             hang = name_hosts(hang, self.reach)
             self.fault = report_hang(self.logs, sizes, hang, is_reported=self.observer.has_reported_hang)
             return EXIT_FAILED
@@ -275,7 +275,7 @@ class Supervisor:
         at_once = self.abort is Abort.AT_ONCE
         before_steps = not self.observer.has_begun_step and self.state is not RunState.FAILING
         if self.signals and (not failed or at_once or before_steps or has_stopped):
-            return choose_stop_code(self.signals, at_once=at_once)
+            return choose_stop_code(self.signals, immediate=at_once)
         stopped = [code for code in codes if code in STOP_CODES]
         if stopped and not failed:
             return stopped[0]  # another process signaled the ranks, and they have saved

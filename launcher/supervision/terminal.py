@@ -68,7 +68,7 @@ class ConsoleFile:
         if not _write_to_stdout(chunk) and not self._is_lost:
             self._is_lost = True
             with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
-                log.write("standard output can no longer be written; training continues without it\n")
+                log.write("cannot write to standard output any more; training continues without it\n")
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()

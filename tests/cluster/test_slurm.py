@@ -171,7 +171,7 @@ def test_a_job_that_lost_its_first_node_waits_for_the_old_lock_and_resumes_elsew
         wait_for(lambda: slurm.state(job) == "PENDING", lambda: slurm.run("scontrol", "show", "job", job))
         wait_for(lambda: slurm.state(job) == "RUNNING", lambda: slurm.run("scontrol", "show", "job", job))
         other = slurm.field(job, "BatchHost")
-        held = re.compile(rf"held by process \d+ on {lost} of job {job}, since .*; waiting for a heartbeat, 120 s")
+        held = re.compile(rf"locked by process \d+ on {lost} of job {job}, since .*; waiting for a heartbeat, 120 s")
         wait_for(lambda: held.search(log.read_text()), lambda: log_of(workplace, "moved"))
         wait_for(lambda: "was killed; taking over its lock" in log.read_text(), lambda: log_of(workplace, "moved"))
         assert end_of(slurm, job) == "COMPLETED" and other != lost, log_of(workplace, "moved")

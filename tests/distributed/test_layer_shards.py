@@ -152,7 +152,7 @@ def test_a_run_resumes_from_another_engine_and_number_of_ranks(runs: Matrix, nam
     assert len(runs[name].losses) == 3
     assert runs[name].losses == pytest.approx(runs["cut-layer"].losses[3:], abs=1e-2)
     if name == "alone":
-        assert "base: whole on the only rank" in runs[name].console
+        assert "base: not sharded, on the only rank" in runs[name].console
 
 
 @pytest.fixture(scope="module")

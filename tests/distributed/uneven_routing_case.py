@@ -78,7 +78,7 @@ def _gradients(
         model(input_ids=IDS + rank, labels=IDS + rank, use_cache=False).loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
-    return grads, load.values()
+    return grads, load.compute_metrics()
 
 
 def _all_to_the_first(module: Any, inputs: Any, output: Any) -> Any:

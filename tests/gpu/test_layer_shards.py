@@ -79,7 +79,7 @@ def test_losses_are_those_of_stage_2(runs: Matrix, name: str) -> None:
     assert len(layer.losses) == 4
     assert layer.losses == pytest.approx(expected.losses, rel=1e-5 if variant == "fp32" else 1e-3)
     cut = GPUS > 1 or place == "offloaded"
-    assert ("base: sharded in 4 units" if cut else "base: whole on the only rank") in layer.console
+    assert ("base: sharded in 4 units" if cut else "base: not sharded, on the only rank") in layer.console
 
 
 @pytest.mark.parametrize("variant", ALSO)

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.supervision.restarts import Ending, Restarts
 from tests.tiny import write_training
-from trainer.contract.restart_record import AdapterChanges, find_changed_adapters, read_restarts
+from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes, read_restarts
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
@@ -82,13 +82,13 @@ def test_mistakes_change_nothing(ground: Path) -> None:
 
 
 def test_the_list_is_changed_by_name(tmp_path: Path) -> None:
-    assert find_changed_adapters(tmp_path, [A]) == [A]
+    assert apply_recorded_changes(tmp_path, [A]) == [A]
     AdapterChanges(["c.yaml"], ".", added=[C], removed=["a"]).write(tmp_path)
-    assert find_changed_adapters(tmp_path, [A, B]) == [B, C] and find_changed_adapters(tmp_path, []) == []
-    assert find_changed_adapters(tmp_path, [C, B]) == [C, B], "these have the changes already"
+    assert apply_recorded_changes(tmp_path, [A, B]) == [B, C] and apply_recorded_changes(tmp_path, []) == []
+    assert apply_recorded_changes(tmp_path, [C, B]) == [C, B], "these have the changes already"
     new = {"name": "a", "seed": 9}
     AdapterChanges([], "", added=[new], removed=["a"]).write(tmp_path)
-    assert find_changed_adapters(tmp_path, [A, B]) == [B, new]
+    assert apply_recorded_changes(tmp_path, [A, B]) == [B, new]
 
 
 def test_a_run_that_stopped_for_a_change_resumes_with_it(tmp_path: Path) -> None:

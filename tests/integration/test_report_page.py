@@ -12,9 +12,9 @@ from matplotlib.image import imread
 from PIL import Image
 
 from tests.unit.test_report import make_two
+from trainer.monitor.report.comparison import write_comparison_page
 from trainer.monitor.report.recorded import record_times
 from trainer.monitor.report.sample_images import save_sample_image
-from trainer.monitor.report.together import write_comparison_page
 from trainer.monitor.report.write import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -17,7 +17,7 @@ from tests.unit.test_after_run import make_run
 from tests.unit.test_data_chat import THINKING
 from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands import chat, generate
-from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, show
+from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers, print_answers
 from trainer.config import DatasetSection, UserError
 from trainer.data.prompt_files import format_prompt, read_prompts, read_sample_prompts
 from trainer.data.records import PLAIN_TEXT
@@ -86,7 +86,7 @@ def test_prompts_of_a_file_keep_their_tools(trained: tuple[Any, Any], tmp_path: 
     }
     (tmp_path / "asked.jsonl").write_text(json.dumps(record) + "\n")
     [prompt] = read_prompts(str(tmp_path / "asked.jsonl"), "--prompts")
-    assert format_prompt(prompt) == "Rain?" and generate.replace_invalid(prompt) == prompt
+    assert format_prompt(prompt) == "Rain?" and generate.replace_invalid_unicode(prompt) == prompt
     section = DatasetSection(path="unused", chat_template=THINKING)
     text = tokenizer.decode(encode_prompt(tokenizer, section, prompt, None)[0])
     assert text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(tools[0])}<|im_end|>\n") and "No." not in text
@@ -147,14 +147,14 @@ def test_low_top_p_is_greedy_and_a_high_temperature_is_not(trained: tuple[Any, A
 
 def test_one_answer_is_printed_as_it_is() -> None:
     console = Console(file=io.StringIO(), width=20)
-    show({"adapter": "[bold]a list[0] of words that is longer than the line[/bold]"}, console)
+    print_answers({"adapter": "[bold]a list[0] of words that is longer than the line[/bold]"}, console)
     assert console.file.getvalue() == "[bold]a list[0] of words that is longer than the line[/bold]\n"  # type: ignore[attr-defined]
 
 
 def test_a_terminal_gets_no_escape_sequences_of_prompts_and_answers(trained: tuple[Any, Any]) -> None:
     text, console = "red\x1b]0;title\x07 cat\x9b2J", Console(file=io.StringIO(), force_terminal=True)
-    show({"adapter": text}, console)
-    show({"base": text, "adapter": text}, console)
+    print_answers({"adapter": text}, console)
+    print_answers({"base": text, "adapter": text}, console)
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert written.count("red cat") == 3 and "title" not in written and "\x9b" not in written
     streamer = AnswerStreamer(trained[1])
@@ -162,7 +162,7 @@ def test_a_terminal_gets_no_escape_sequences_of_prompts_and_answers(trained: tup
         streamer.on_finalized_text(text, stream_end=True)
     assert streamed.getvalue() == "red cat\n"
     plain = Console(file=io.StringIO())
-    show({"adapter": text}, plain)
+    print_answers({"adapter": text}, plain)
     assert plain.file.getvalue() == text + "\n"  # type: ignore[attr-defined]
 
 

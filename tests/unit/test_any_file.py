@@ -34,8 +34,8 @@ from trainer.checkpoint.output_folder import check_early
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, sanitize
 from trainer.contract.folder_lock import Lock, check_not_locked, describe_live_holder
-from trainer.contract.heartbeat import HeartbeatFolder, read_hang, read_heartbeats
-from trainer.contract.json_records import MARK, Check, read_sweep
+from trainer.contract.heartbeat import HeartbeatFolder, read_hang_report, read_heartbeats
+from trainer.contract.json_records import RESULT_PREFIX, Check, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.sample_images import find_sample_images
@@ -170,7 +170,7 @@ def read_everything(run: Path, name: str) -> None:
         lambda: check_not_locked(run, resumes=False),
         lambda: [beat.describe_position() for beat in read_heartbeats(logs).values()],
         lambda: HeartbeatFolder(logs, 0, 2).read(),
-        lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang(logs))],
+        lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang_report(logs))],
         lambda: Ending.from_heartbeats(logs, 1, None, 2),
         lambda: read_restarts(run),
         lambda: RestartNote.take(logs),
@@ -257,7 +257,7 @@ def run_command(*words: str) -> tuple[int, str]:
 def test_no_escape_sequence_reaches_the_terminal(place: Path, name: str, field: str, words: str) -> None:
     tree = JSON_FILES[name] | {field: ESCAPES}
     if name == "logs/lock.json":
-        tree["holders"] = list(_asdict(Lock.for_this_process())["holders"])
+        tree["holders"] = list(_asdict(Lock.for_current_process())["holders"])
     with run_with(place, name, json.dumps(tree | ({"time": time.time()} if "time" in tree else {})).encode()):
         code, printed = run_command(*words.split())
     assert "red" in printed and "\x1b" not in printed and "\x9b" not in printed and "owned" not in printed
@@ -277,18 +277,18 @@ def test_names_and_errors_are_printable(place: Path) -> None:
     record = {"runs": [{"folder": f"run/{ESCAPES}", "digest": "", "exit_code": 1, "settings": []}]}
     from rich.console import Console
 
-    from trainer.monitor.report.sweep_table import show
+    from trainer.monitor.report.sweep_table import print_table
 
     with run_with(place, "sweep.json", json.dumps(record).encode()) as run:
         console = Console(file=open(os.devnull, "w"), record=True, soft_wrap=True)
-        show(console, read_run_results(run))
+        print_table(console, read_run_results(run))
     assert "red" in console.export_text() and "\x1b" not in console.export_text()
 
 
 @given(st.one_of(texts, st.binary(max_size=60).map(lambda data: data.decode("latin-1"))))
 @tries(40)
 def test_answers_of_other_hosts_may_hold_anything(text: str) -> None:
-    whole = f"{MARK}n1 {json.dumps([asdict(Check('ssh', 'OK', 'fine'))])}\n"
+    whole = f"{RESULT_PREFIX}n1 {json.dumps([asdict(Check('ssh', 'OK', 'fine'))])}\n"
     assert [check.host for check in parse_doctor_output(f"{text}\n{whole}", "n1")] == ["n1"]
-    for damaged in (f"{MARK}{text}", f"{MARK}n1 {text}", f"{whole[:-5]}{text}"):
+    for damaged in (f"{RESULT_PREFIX}{text}", f"{RESULT_PREFIX}n1 {text}", f"{whole[:-5]}{text}"):
         assert parse_doctor_output(damaged, "n1") == []

@@ -133,7 +133,7 @@ import os
 from trainer.monitor.console import Output
 output = Output(console, is_main={main}, verbose={verbose})
 output("a detail")
-output.show("a summary")
+output.print_always("a summary")
 output("warning: a [plain] problem")
 output("[yellow]warning:[/yellow] a problem")
 output.is_starting = False
@@ -158,7 +158,9 @@ def test_details_before_the_first_step_are_in_the_log_and_on_the_console_if_aske
 
 def test_other_adapters_of_a_run_show_only_warnings_before_the_first_step(tmp_path: Path) -> None:
     body = OUTPUT.format(main=True, verbose=False).replace("output(", "output.shows_start = False\noutput(", 1)
-    assert run(script(tmp_path, body + "output.shows_start = True\noutput.show('a result')")).stdout.splitlines() == [
+    assert run(
+        script(tmp_path, body + "output.shows_start = True\noutput.print_always('a result')")
+    ).stdout.splitlines() == [
         *WARNINGS,
         "a result",
         "a result",
@@ -168,7 +170,7 @@ def test_other_adapters_of_a_run_show_only_warnings_before_the_first_step(tmp_pa
 def test_a_line_is_once_in_the_log_that_replaces_a_lost_console(tmp_path: Path) -> None:
     lost = "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, console.file.fileno())\n"
     run(script(tmp_path, "import os\n" + lost + OUTPUT.format(main=True, verbose=False)))
-    lost = "standard output can no longer be written; training continues without it"
+    lost = "cannot write to standard output any more; training continues without it"
     lines = log_of(tmp_path).splitlines()[1:]
     assert lines.count(lost) == 1
     lines.remove(lost)

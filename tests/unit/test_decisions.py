@@ -159,7 +159,7 @@ def test_an_unexpected_head_is_reported() -> None:
 
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
-    rules = {"describe_flat_problem", "gathers_by_layer", "describe_layer_gather_problem", "can_guard_on_device"}
+    rules = {"describe_flat_problem", "gathers_per_layer", "describe_layer_gather_problem", "can_guard_on_device"}
     may = {"decisions.py", "zero.py", "checks.py", "mistakes.py", "deepspeed_engine.py", "stored_settings.py"}
     callers = {
         path.name

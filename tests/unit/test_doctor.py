@@ -27,7 +27,7 @@ from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, compute_collective_timeout
-from trainer.contract.json_records import MARK, Check
+from trainer.contract.json_records import RESULT_PREFIX, Check
 from trainer.parallel.ranks.agreement import RankReport, find_differences
 
 CHECKOUT = Path(__file__).parents[2]
@@ -206,7 +206,7 @@ def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
     found = [asdict(Check("disk", "OK", "x" * 700)), asdict(Check("gpu", "WARN", "none", "a fix"))]
-    (tmp_path / "answer").write_text(f"a notice\n{MARK}a {json.dumps(found)}\n")
+    (tmp_path / "answer").write_text(f"a notice\n{RESULT_PREFIX}a {json.dumps(found)}\n")
     good, damaged = ["cat", str(tmp_path / "answer")], ["head", "-c", "500", str(tmp_path / "answer")]
     unreachable = ["sh", "-c", "echo no route >&2; exit 1"]
     checks = _run_on_hosts({"a": good, "b": damaged, "c": unreachable, "d": ["/missing/srun"]})

@@ -33,17 +33,17 @@ def test_shares_and_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, flat = routed(monkeypatch, (1, 3))
     load = ExpertLoad.for_model(model, compiled=False)
     assert load is not None
-    assert load.values() == {}, "before any step"
+    assert load.compute_metrics() == {}, "before any step"
     trained(model, flat.buffers, steps=2)
     expected = {
         "experts/busiest_share": 0.5,
         "experts/idlest_share": 0.0,
         "experts/entropy": pytest.approx(math.log(2) / math.log(4)),
     }
-    assert load.values() == expected
+    assert load.compute_metrics() == expected
     with torch.no_grad():
         model.eval()(input_ids=torch.arange(3, 9)[None], use_cache=False)
-    assert load.values()["experts/busiest_share"] == 0.0, "counted again, and evaluation does not count"
+    assert load.compute_metrics()["experts/busiest_share"] == 0.0, "counted again, and evaluation does not count"
 
 
 def test_a_model_without_experts_has_no_load() -> None:

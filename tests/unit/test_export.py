@@ -148,7 +148,7 @@ def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
 def test_ollama_asks_a_run_that_trained_text_as_it_was_trained(
     form: str, template: str | None, run_dir: Path, tmp_path: Path
 ) -> None:
-    text = build_modelfile("m.gguf", load_saved_tokenizer(find_run(run_dir)), system_prompt=None, form=form)
+    text = build_modelfile("m.gguf", load_saved_tokenizer(find_run(run_dir)), system_prompt=None, prompt_format=form)
     assert ("TEMPLATE" in text.partition("#")[0]) is (template is not None)
     assert template is None or f'\nTEMPLATE """{template}"""\n' in text
     assert "<|im_start|>" not in text
@@ -193,13 +193,13 @@ def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Pa
     tokenizer = load_saved_tokenizer(find_run(run_dir))
     tokenizer.bos_token = "<|im_start|>"
     parts = derive_chat_parts(tokenizer)
-    assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
+    assert parts is not None and parts.affixes["system"][0] == "<|im_start|>system\n"
     tokenizer.bos_token = "<|endoftext|>"
     tokenizer.chat_template = "<|endoftext|>" + CHATML
     backend = tokenizer.backend_tokenizer
     backend.post_processor = TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     parts = derive_chat_parts(tokenizer)
-    assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
+    assert parts is not None and parts.affixes["system"][0] == "<|im_start|>system\n"
 
 
 @pytest.mark.parametrize(

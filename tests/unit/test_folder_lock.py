@@ -112,7 +112,7 @@ def test_a_halted_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[s
 
 
 def test_a_number_that_was_given_to_another_process_counts_for_nothing(tmp_path: Path) -> None:
-    own = Holder.for_this_process()
+    own = Holder.for_current_process()
     leave(tmp_path, holders=[asdict(own) | {"process": asdict(own.process) | {"started": "1"}}])
     take(tmp_path).release()
 
@@ -126,7 +126,7 @@ def test_a_run_of_another_machine_is_dead_when_it_is_silent(tmp_path: Path, at: 
     started = time.monotonic()
     take(tmp_path, said=said).release()
     assert time.monotonic() - started > module.STALE_S
-    assert "held by process 4711 on n7" in said[0] and "waiting for a heartbeat" in said[0] and len(said) == 2
+    assert "locked by process 4711 on n7" in said[0] and "waiting for a heartbeat" in said[0] and len(said) == 2
 
 
 def test_a_run_of_another_machine_that_gives_signs_of_life_is_refused(
@@ -163,7 +163,7 @@ def test_a_pipe_in_the_locks_place_is_one_message(tmp_path: Path) -> None:
 
 
 def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
-    own = Holder.for_this_process()
+    own = Holder.for_current_process()
     leave(tmp_path, holders=[asdict(own) | {"process": asdict(own.process) | {"started": "0"}}])
     command = [sys.executable, "-c", HOLD, str(tmp_path), "3"]
     many = [
@@ -193,7 +193,7 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
         first.release()
 
     FolderLock.acquire(tmp_path, resumes=False, say=say).release()
-    assert len(said) == 1 and "of job 812" in said[0] and "waiting for it to end, up to 15 minutes" in said[0]
+    assert len(said) == 1 and "of job 812" in said[0] and "waiting for it to exit, up to 15 minutes" in said[0]
 
 
 def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
@@ -213,7 +213,7 @@ def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
         other.kill()
 
     FolderLock.acquire(tmp_path, resumes=True, say=say).release()
-    assert "waiting for it to end, up to 15 minutes" in said[0] and "was killed; taking over its lock" in said[1]
+    assert "waiting for it to exit, up to 15 minutes" in said[0] and "was killed; taking over its lock" in said[1]
     assert len(said) == 2
 
 

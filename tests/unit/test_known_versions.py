@@ -70,7 +70,7 @@ def test_a_missing_private_name_is_one_line_with_library_and_version(
     """The version that is installed is never the one to install."""
     tested = KNOWN["deepspeed"][-1]
     pretend(monkeypatch, deepspeed=version or tested)
-    expected = f"deepspeed {version or tested}: SimpleNamespace has no `_norm`, which zerolora needs; "
+    expected = f"deepspeed {version or tested}: SimpleNamespace has no `_norm`, but zerolora needs it; "
     with pytest.raises(UserError, match=re.escape(expected) + fix):
         require(SimpleNamespace(), "_norm", "deepspeed")
     assert require(SimpleNamespace(_norm=None), "_norm", "deepspeed") is None

@@ -12,9 +12,9 @@ import pytest
 
 from trainer.contract.launcher_process import (
     ALIVE_FILE,
-    VARIABLE,
+    LAUNCHER_VARIABLE,
     LauncherWatch,
-    ProcessMark,
+    ProcessIdentity,
     tie_children_to_this_process,
 )
 
@@ -46,24 +46,24 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_mark_is_of_one_process_alone(other: "subprocess.Popen[bytes]") -> None:
-    mark = ProcessMark.read(other.pid)
-    assert mark is not None and ProcessMark.parse(str(mark)) == mark
+    mark = ProcessIdentity.read(other.pid)
+    assert mark is not None and ProcessIdentity.parse(str(mark)) == mark
     assert mark.is_visible() and mark.is_alive()
     psutil.Process(other.pid).suspend()
     assert mark.is_alive(), "stopped, not dead"
-    assert not ProcessMark(mark.kernel, mark.pid, "1").is_alive(), "the number was given again"
+    assert not ProcessIdentity(mark.kernel, mark.pid, "1").is_alive(), "the number was given again"
     other.kill()
     while psutil.Process(other.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     assert not mark.is_alive(), "it only waits to be collected"
     other.wait()
-    assert not mark.is_alive() and ProcessMark.read(other.pid) is None
-    assert ProcessMark.parse("") is None and ProcessMark.parse("a/b/c") is None
-    assert not ProcessMark.parse(ELSEWHERE).is_visible()  # type: ignore[union-attr]
+    assert not mark.is_alive() and ProcessIdentity.read(other.pid) is None
+    assert ProcessIdentity.parse("") is None and ProcessIdentity.parse("a/b/c") is None
+    assert not ProcessIdentity.parse(ELSEWHERE).is_visible()  # type: ignore[union-attr]
 
 
 def test_a_launcher_on_this_host_is_checked_directly(other: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
-    watch = LauncherWatch({VARIABLE: str(ProcessMark.read(other.pid))}, is_rank=True)
+    watch = LauncherWatch({LAUNCHER_VARIABLE: str(ProcessIdentity.read(other.pid))}, is_rank=True)
     watch.watch_file(tmp_path, 0.01)
     (tmp_path / ALIVE_FILE).touch()
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_a_launcher_on_this_host_is_checked_directly(other: "subprocess.Popen[by
 
 
 def test_a_launcher_elsewhere_counts_as_dead_when_its_file_stays_the_same(tmp_path: Path) -> None:
-    watch = LauncherWatch({VARIABLE: ELSEWHERE}, is_rank=True)
+    watch = LauncherWatch({LAUNCHER_VARIABLE: ELSEWHERE}, is_rank=True)
     watch.watch_file(tmp_path, 0.3)
     assert watch.find_lost_launcher() is None
     time.sleep(0.4)
@@ -104,7 +104,7 @@ def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> No
     stderr = os.dup(2)
     os.dup2(writer, 2)
     try:
-        watch = LauncherWatch({VARIABLE: ELSEWHERE}, is_rank=True)
+        watch = LauncherWatch({LAUNCHER_VARIABLE: ELSEWHERE}, is_rank=True)
     finally:
         os.dup2(stderr, 2)
     assert watch.find_lost_launcher() is None
@@ -138,7 +138,7 @@ def test_a_killed_launchers_child_launcher_ends_its_ranks() -> None:
 def test_ranks_know_only_torchrun_and_deepspeed_by_their_variables() -> None:
     assert LauncherWatch({"RANK": "0"}, is_rank=True)._starter is None, "a script may have put it in the background"
     for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK"):
-        assert LauncherWatch({name: "0"}, is_rank=True)._starter == ProcessMark.read(os.getppid())
+        assert LauncherWatch({name: "0"}, is_rank=True)._starter == ProcessIdentity.read(os.getppid())
         assert LauncherWatch({name: "0"}, is_rank=False)._starter is None
 
 
@@ -157,6 +157,6 @@ def test_a_launcher_that_is_killed_takes_everything_along(tmp_path: Path) -> Non
 
 
 def test_children_are_tied_to_the_process_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, ELSEWHERE)
+    monkeypatch.setenv(LAUNCHER_VARIABLE, ELSEWHERE)
     tie_children_to_this_process()
-    assert ProcessMark.parse(os.environ[VARIABLE]) == ProcessMark.read(os.getpid())
+    assert ProcessIdentity.parse(os.environ[LAUNCHER_VARIABLE]) == ProcessIdentity.read(os.getpid())

@@ -53,17 +53,17 @@ def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
     room = 2**25
 
     def find(host: int | None) -> int:
-        return find_longest(replace(llama, machine=replace(llama.machine, host_room=host)), config, 2 * GIB)[1]
+        return find_longest(replace(llama, machine=replace(llama.machine, host_memory=host)), config, 2 * GIB)[1]
 
     bounded, unbounded = find(room), find(None)
     assert room / 4096 < bounded < unbounded
     of_length = replace(
-        llama, lengths=Lengths(bounded, bounded), machine=replace(llama.machine, host_room=room)
+        llama, lengths=Lengths(bounded, bounded), machine=replace(llama.machine, host_memory=room)
     )  # fmt: skip
     config = apply_changes(config, {"dataset.max_length": bounded})
     work = of_length.build_work(config, of_length.build_decisions(config))
     one = 512 * bounded
-    none, some, every = (of_length.estimate_activations(replace(work, host_room=host)) for host in (0, room, None))
+    none, some, every = (of_length.estimate_activations(replace(work, host_memory=host)) for host in (0, room, None))
     assert (none.on_host, some.on_host, every.on_host) == (0, room // one * one, 8 * one)
     assert none.kept - some.kept == some.on_host - min(2 * one, some.on_host)
     assert none.kept - every.kept == 6 * one

@@ -62,7 +62,7 @@ def test_a_long_value_of_any_setting(kind: str, config: Path) -> None:
     for name in list_setting_names()[:: 1 if kind in ("word", "words", "path", "digits") else 7]:
         lines = lines_of(lambda name=name: load_config(config, [f"{name}={LONG[kind]}"]))  # type: ignore[misc]
         assert_bounded(lines, name)
-        named = [line for line in lines if "more mistakes, listed when" not in line]
+        named = [line for line in lines if "more mistakes; fix these first" not in line]
         assert all(line.startswith(name) for line in named if kind != "map"), (name, lines)
 
 

@@ -107,8 +107,8 @@ def test_peaks(card: str, precision: str, peak: float | None) -> None:
 
 def test_steps_may_overlap() -> None:
     meter = MfuMeter(StepFlops(adapted()), peak=1e12)
-    meter.with_batches(1, [packed(10)])
-    meter.with_batches(2, [packed(20)])
+    meter.on_batches(1, [packed(10)])
+    meter.on_batches(2, [packed(20)])
     first, second = (FinishedStep(number, 2.0, 1.0, seconds, is_logged=False) for number, seconds in ((1, 0.5), (2, 1)))
     assert meter.after_step(first) == {"perf/mfu": by_hand(10, 10, 100) / 0.5e12}
     assert meter.after_step(second) == {"perf/mfu": by_hand(20, 20, 400) / 1e12}

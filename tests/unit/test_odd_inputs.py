@@ -35,7 +35,7 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.evaluation_section import check_task_names
 from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags
 from trainer.config.yaml_core import dump
-from trainer.config.zero import FIXED, KNOWN, SETTINGS, UNSUPPORTED
+from trainer.config.zero import FIXED_KEYS, KNOWN_KEYS, SETTINGS, UNSUPPORTED_KEYS
 from trainer.data.prompt_files import read_prompts
 from trainer.data.source_files import build_source
 from trainer.data.sources import resolve_local_path
@@ -144,7 +144,7 @@ def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
 
     config = RecordedKeys({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})
     DeepSpeedConfig(config)
-    assert config.known - {*SETTINGS, *FIXED, *UNSUPPORTED} == set(KNOWN)
+    assert config.known - {*SETTINGS, *FIXED_KEYS, *UNSUPPORTED_KEYS} == set(KNOWN_KEYS)
 
 
 def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
@@ -342,7 +342,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
         (["dataset.val_split=true"], r"must be a number \(.*: a fraction up to 0.5, or a number \(1 or more\)\)"),
         (
             ["dataset.roles={user: [x], assistant: [x, y]}"],
-            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed for several roles; list it once",
+            r"dataset.roles={user: \[x\], assistant: \[x, y\]}: x is listed under several roles; list it once",
         ),
     ],
 )
@@ -356,7 +356,7 @@ def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path:
     [
         ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
         ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, without lines of `...` or %YAML$"),
-        ("lora.r: 4\nlora: {r: 8}\n", "lora.r: given twice, with dots and in its section; keep one"),
+        ("lora.r: 4\nlora: {r: 8}\n", "lora.r: given twice, as a dotted name and in its section; keep one"),
         ("'': 1\n", "error: '': unknown setting"),
     ],
 )
@@ -662,7 +662,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
         (
             ["training.lr_scheduler=warmup_stable_decay", "training.decay_ratio=0.99", "training.warmup_ratio=0.5"],
-            r"^training.decay_ratio=0.99: adds up to more than 1 with training.warmup_ratio=0.5; lower one of them",
+            r"^training.decay_ratio=0.99: plus training.warmup_ratio=0.5 exceeds 1; lower one of them",
         ),
         (
             ["dataset.workers=4", "dataset.streaming=true", "training.max_steps=4"],
@@ -693,9 +693,9 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         (["output_dir=ftp://none.invalid/x"], r"^output_dir=ftp://none.invalid/x: cannot be used"),
         (
             ["output_dir=s3:/bucket/x"],
-            r"^output_dir=s3:/bucket/x: has one slash after s3:, but URLs have two; ",
+            r"^output_dir=s3:/bucket/x: has only one slash after s3:; ",
         ),
-        (["dataset.path=s3:/bucket/x"], r"dataset.path=s3:/bucket/x: has one slash after s3:"),
+        (["dataset.path=s3:/bucket/x"], r"dataset.path=s3:/bucket/x: has only one slash after s3:"),
         (["output_dir=gone/../run"], r"^output_dir=gone/../run: gone does not exist, so .. after it leads nowhere"),
         (["dataset.train_on=all,user"], r"^dataset.train_on=\[all, user\]: all includes every role; keep one"),
         (["dataset.mix={path: a}", "dataset.path=null"], r"^dataset.mix={path: a}: must be a list of [^\n]*$"),

@@ -22,7 +22,7 @@ from trainer.commands.merged_model import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.memory.decisions import Machine, decide
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.stored_weights import rounded_weight_bytes
+from trainer.memory.stored_weights import fake_quantization_bytes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import build_empty_model, load_base_model, load_model_config
 from trainer.model.integer_weights import IntegerFormat, check_integer_targets, check_torchao, choose_integer_format
@@ -193,8 +193,8 @@ def test_the_estimate_counts_one_rounded_weight(tmp_path: Path) -> None:
     make_model(tmp_path)
     shapes = read_shapes(load_model_config(str(tmp_path), ModelSection()), ModelSection(), LoraSection(r=4))
     largest = 64 * 128
-    assert rounded_weight_bytes(shapes, placement(qat="int8")) == largest * (2 + 16)
-    assert rounded_weight_bytes(shapes, placement()) == 0
+    assert fake_quantization_bytes(shapes, placement(qat="int8")) == largest * (2 + 16)
+    assert fake_quantization_bytes(shapes, placement()) == 0
 
 
 def test_disabled_adapters_leave_the_base_as_it_is(tmp_path: Path) -> None:

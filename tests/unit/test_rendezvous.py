@@ -40,7 +40,7 @@ def test_the_place(variables: dict[str, str], place: tuple[str | None, int, int,
 @pytest.mark.parametrize(
     ("variables", "expected", "complaint"),
     [
-        ({"RANK": "7"}, None, "RANK=7 without WORLD_SIZE"),
+        ({"RANK": "7"}, None, "RANK=7: WORLD_SIZE is missing"),
         (TORCH | {"WORLD_SIZE": "3"}, None, "RANK=3: must be below WORLD_SIZE=3"),
         (SRUN | {"SLURM_PROCID": "6"}, None, "SLURM_PROCID=6: must be below SLURM_STEP_NUM_TASKS=6"),
         ({}, 16, "16 ranks were requested, but the environment of this rank on .* says rank 0 of 1"),
@@ -91,8 +91,8 @@ def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -
         first.listen()
         taken = first.getsockname()[1]
         tried = iter([taken, taken, find_free_port()])
-        monkeypatch.setattr(rendezvous, "draw_port", lambda: next(tried))
+        monkeypatch.setattr(rendezvous, "choose_random_port", lambda: next(tried))
         assert find_free_port() != taken
-        monkeypatch.setattr(rendezvous, "draw_port", lambda: taken)
+        monkeypatch.setattr(rendezvous, "choose_random_port", lambda: taken)
         with pytest.raises(UserError, match="--master-port PORT, or set MASTER_PORT"):
             find_free_port()

@@ -16,10 +16,10 @@ from trainer.contract.rank_arguments import encode_command
 from trainer.monitor.metrics import Metrics, Record, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import build_charts, render_chart
-from trainer.monitor.report.curves import extract_series, running_mean
+from trainer.monitor.report.comparison import write_comparison_page
+from trainer.monitor.report.curves import compute_running_mean, extract_series
 from trainer.monitor.report.model_card import build_model_card
 from trainer.monitor.report.recorded import read_times, record_examples, record_times
-from trainer.monitor.report.together import write_comparison_page
 from trainer.monitor.report.write import record_answer, sum_training_seconds, write_report
 
 STEPS = 80
@@ -80,10 +80,10 @@ def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
     assert rows["training loss"] == "first 3.9750, last 2.0000, lowest 2.0000"
     assert rows["held-out loss"] == "before 4.0000, after 2.0000 (step 80), lowest 1.5000 at step 40"
     assert rows["tokens/s per rank"] == "101 (median)"
-    assert "<b>1.25 GiB</b><span>of rank 0</span>" in page
+    assert "<b>1.25 GiB</b><span>on rank 0</span>" in page
     assert "torch 2" in rows["versions"]
     assert "<b>4.000 → 2.000</b><span>−50.0%</span>" in page  # noqa: RUF001
-    assert "<b>202</b><span>101 on each of 2</span>" in page
+    assert "<b>202</b><span>101 per rank, 2 ranks</span>" in page
 
 
 def test_ranks_that_share_sequences_count_as_one(tmp_path: Path) -> None:
@@ -346,11 +346,11 @@ def test_pauses_between_interruption_and_resumption_are_no_training_time() -> No
 
 def test_the_running_mean_neither_lags_nor_spreads_nan() -> None:
     straight = np.arange(50.0)
-    np.testing.assert_allclose(running_mean(straight, 5)[2:-2], straight[2:-2])
+    np.testing.assert_allclose(compute_running_mean(straight, 5)[2:-2], straight[2:-2])
     flat = np.full(20, 3.0)
     flat[4] = np.nan
-    np.testing.assert_allclose(running_mean(flat, 6), 3.0)
-    np.testing.assert_allclose(running_mean(np.array([1.0, 3.0]), 50), 2.0)
+    np.testing.assert_allclose(compute_running_mean(flat, 6), 3.0)
+    np.testing.assert_allclose(compute_running_mean(np.array([1.0, 3.0]), 50), 2.0)
 
 
 def test_the_last_record_of_a_step_counts() -> None:
@@ -469,7 +469,7 @@ def test_scores_are_drawn_on_the_page_and_in_the_card(tmp_path: Path) -> None:
     base, adapter, dots = found["quiz/acc"].curves
     assert (base.label, adapter.label) == ("base, 0.25", "adapter, 0.75")
     assert base.line.values.tolist() == [0.25] * 3 and adapter.line.steps.tolist() == [1, 40, 80]
-    assert dots.line.values.tolist() == [0.25, 0.5, 0.75] and found["roll/perplexity"].leading
+    assert dots.line.values.tolist() == [0.25, 0.5, 0.75] and found["roll/perplexity"].is_leading
 
     page = write_report(tmp_path).read_text()
     assert page.index("quiz/acc") < page.index("Learning rate"), "before the charts of details"

@@ -152,7 +152,7 @@ def test_card_presets_are_the_recipes_of_the_guide(
 
 def test_every_card_has_a_recipe_that_is_compared_and_the_one_of_our_own_is_named_as_such() -> None:
     cards = {case[0] for case in CARD_CASES}
-    assert set(scu_flags.CARDS) == cards == set(scu_flags.FLAGS["card"]["choices"])
+    assert set(scu_flags.GPU_RECIPES) == cards == set(scu_flags.FLAGS["card"]["choices"])
     assert "h100: zerolora's recipe" in scu_flags.FLAGS["card"]["help"]
 
 

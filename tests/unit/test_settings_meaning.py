@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
-from trainer.config.aliases import ADVICE
+from trainer.config.aliases import REPLACEMENT_ADVICE
 
 BASE = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -174,22 +174,24 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "training..epochs=3": ("write training.epochs=",),
     "--training.epochs=3": ("write training.epochs=3",),
     "output_dir=$NOT_SET/x": ("output_dir=$NOT_SET/x: the variable NOT_SET is not set; export it",),
-    "dataset.path=~nobody_at_all/x": ("dataset.path=~nobody_at_all/x: the home folder ~nobody_at_all is unknown",),
-    "load_in_8bit=maybe": ("load_in_8bit=maybe: not a setting here; write `adapter: qlora`",),
-    "quantization_bit=3": ("quantization_bit=3: not a setting here; write `adapter: qlora`",),
-    "stage=ppo": ("stage=ppo: not a setting here; write `task: preference`",),
+    "dataset.path=~nobody_at_all/x": ("dataset.path=~nobody_at_all/x: home folder of ~nobody_at_all not found",),
+    "load_in_8bit=maybe": ("load_in_8bit=maybe: not a zerolora setting; write `adapter: qlora`",),
+    "quantization_bit=3": ("quantization_bit=3: not a zerolora setting; write `adapter: qlora`",),
+    "stage=ppo": ("stage=ppo: not a zerolora setting; write `task: preference`",),
     "lora_target_linear=maybe": (
-        "lora_target_linear=maybe: not a setting here; write `lora.target_modules: all-linear`",
+        "lora_target_linear=maybe: not a zerolora setting; write `lora.target_modules: all-linear`",
     ),
-    "ddp_timeout=600": ("ddp_timeout=600: not a setting here; write `training.timeout_minutes`",),
-    "train_on_eos=last": ("train_on_eos=last: not a setting here; remove it; only the tokens that end trained turns",),
+    "ddp_timeout=600": ("ddp_timeout=600: not a zerolora setting; write `training.timeout_minutes`",),
+    "train_on_eos=last": (
+        "train_on_eos=last: not a zerolora setting; remove it; only the tokens that end trained turns",
+    ),
     "eval_strategy=epoch": ("write `training.eval_steps` or `training.evals_per_epoch`",),
-    "loss_type=dpo": ("loss_type=dpo: not a setting here; write `training.loss: nll` or `dft`",),
+    "loss_type=dpo": ("loss_type=dpo: not a zerolora setting; write `training.loss: nll` or `dft`",),
     "label_smoothing_factor=0.1": ("write `training.loss: label_smoothing`",),
     "assistant_only_loss=false": ("write `dataset.train_on",),
     "training.best_checkpoint=<<": ("must be true or false",),
-    "rl=grpo": ("rl=grpo: not a setting here", "online methods are not supported"),
-    "template=llama3": ("template=llama3: not a setting here", "dataset.chat_template"),
+    "rl=grpo": ("rl=grpo: not a zerolora setting", "online methods are not supported"),
+    "template=llama3": ("template=llama3: not a zerolora setting", "dataset.chat_template"),
     "eot_tokens=[x]": ("remove it; the chat template determines the end of a turn",),
     "tokenizer_type=AutoTokenizer": ("remove it",),
     "dataset.fields={prompt:ticket}": ("needs a space after the colon; write {prompt: ticket}",),
@@ -206,15 +208,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "training.global_batch_size=0": ("training.global_batch_size=0: must be 1 or more",),
     # DeepSpeed's own keys
     "zero.extra={zero_optimization: {stage: 3}}": (
-        "zero.extra.zero_optimization.stage=3: has a setting here; use zero.stage",
+        "zero.extra.zero_optimization.stage=3: has its own setting; use zero.stage",
     ),
     "zero.extra={zero_optimization: hello}": ("zero.extra.zero_optimization=hello: must be a mapping", "zero.stage"),
-    "zero.extra.zero_optimization.offload_param={device: cpu}": ("has a setting here; use zero.offload_parameters",),
-    "zero.extra.zero_optimization.stage3_max_live_parameters=1": ("has a setting here; use zero.max_live_parameters",),
-    "zero.extra.train_micro_batch_size_per_gpu=4": ("has a setting here; use training.batch_size",),
-    "zero.extra.gradient_clipping=1": ("has a setting here; use training.max_grad_norm",),
-    "zero.extra.fp16={enabled: true}": ("zero.extra.fp16={enabled: true}: has a setting here; use training.precision",),
-    "zero.extra.optimizer.type=Lion": ("has a setting here; use training.optimizer",),
+    "zero.extra.zero_optimization.offload_param={device: cpu}": ("has its own setting; use zero.offload_parameters",),
+    "zero.extra.zero_optimization.stage3_max_live_parameters=1": ("has its own setting; use zero.max_live_parameters",),
+    "zero.extra.train_micro_batch_size_per_gpu=4": ("has its own setting; use training.batch_size",),
+    "zero.extra.gradient_clipping=1": ("has its own setting; use training.max_grad_norm",),
+    "zero.extra.fp16={enabled: true}": (
+        "zero.extra.fp16={enabled: true}: has its own setting; use training.precision",
+    ),
+    "zero.extra.optimizer.type=Lion": ("has its own setting; use training.optimizer",),
     "zero.extra.zero_allow_untested_optimizer=false": ("is fixed by our training loop; remove it",),
     "zero.extra.sparse_attention={}": ("is not supported",),
     "zero.extra=5": ("zero.extra=5: must be a mapping",),
@@ -230,7 +234,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "adapter=None": ("adapter=None: must be 'lora', 'qlora' or 'none'",),
     "training.batch_size=none": ("training.batch_size=none: must be a whole number, or auto",),
     "training.deterministic=T": ("training.deterministic=T: must be true or false",),
-    "dataset.path=${DATA": ("write ${NAME}",),
+    "dataset.path=${DATA": ("write variables as ${NAME}",),
     # bounds
     "lora.r=100000": ("lora.r=100000: must be 32768 or less",),
     "training.max_steps=1e30": ("training.max_steps=1e+30: must be a whole number with fewer digits",),
@@ -323,11 +327,11 @@ def test_mistakes_are_reported_together_in_file_order(file: Path) -> None:
         "training.early_stopping=2: no data is held out for evaluation; set dataset.val_split or dataset.evaluation, "
         "and training.eval_steps (c.yaml:9)",
         "lora.alpha: also given as lora_alpha, which is the same setting; keep one (c.yaml:11)",
-        "deepspeed=z.json: not a setting here; use the `zero` settings, or `zero.extra` for other keys of "
+        "deepspeed=z.json: not a zerolora setting; use the `zero` settings, or `zero.extra` for other keys of "
         "DeepSpeed's configuration (c.yaml:12)",
         "zero.offload_optimizer=true: not possible at zero.stage=0; use zero.stage: 1, 2 or 3 (c.yaml:15)",
-        "zero.extra.amp={}: has a setting here; use training.precision instead (c.yaml:16)",
-        "zero.extra.optimizer={}: has a setting here; use training.optimizer instead (c.yaml:16)",
+        "zero.extra.amp={}: has its own setting; use training.precision instead (c.yaml:16)",
+        "zero.extra.optimizer={}: has its own setting; use training.optimizer instead (c.yaml:16)",
         "lora.dropout: not an override; write key=value, such as training.learning_rate=1e-4",
         "seed=-1: must be 0 or more (command line)",
         "training.warmup_steps=9: must be below training.max_steps=3, so that the learning rate reaches its peak "
@@ -386,7 +390,7 @@ def test_a_configuration_that_cannot_be_read(file: Path) -> None:
 
 
 def test_every_name_of_another_trainer_is_understood_or_advised_on(file: Path) -> None:
-    for name in ADVICE:
+    for name in REPLACEMENT_ADVICE:
         load_config(file, [f"{name}="])
         with pytest.raises(UserError, match=f"^{name}=no such value: "):
             load_config(file, [f"{name}=no such value"])

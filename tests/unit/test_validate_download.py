@@ -56,7 +56,7 @@ def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_tab
 ) -> None:
     longer = [str(config), "dataset.max_length=512"]
     assert validate.main(longer) == 0
-    said = "warning: dataset.max_length=512: the model's context is 256 tokens, so it may learn little from longer"
+    said = "warning: dataset.max_length=512: the model's context is 256 tokens; adapters may learn little from longer"
     assert said in capsys.readouterr().out
     assert validate.main([*longer, "model.rope_scaling={type: yarn, factor: 4}"]) == 0
     assert "the model's context is" not in capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_validate_explains_settings(override: str, line: str, config: Path, caps
         ("training.lr_scheduler=cosine_with_restarts training.lr_cycles=9", "training.lr_cycles=9: a cycle needs 2"),
         (
             "training.lr_scheduler=warmup_stable_decay training.warmup_ratio=0.5 training.decay_ratio=0.9",
-            "training.decay_ratio=0.9: adds up to more than 1 with training.warmup_ratio=0.5",
+            "training.decay_ratio=0.9: plus training.warmup_ratio=0.5 exceeds 1",
         ),
         ("training.warmup_steps=100", "would never reach its peak in a run of 6 steps"),
     ],

@@ -18,11 +18,11 @@ import pytest
 from launcher.supervision.observer import Observer
 from trainer.contract.heartbeat import (
     LINE_BYTES,
-    Hang,
+    HangReport,
     Heartbeat,
     HeartbeatFolder,
     clear_heartbeats,
-    read_hang,
+    read_hang_report,
     read_heartbeats,
 )
 from trainer.contract.rendezvous import get_host_name
@@ -178,7 +178,7 @@ def test_a_rank_is_missed_only_where_all_write_from_their_beginning(tmp_path: Pa
         [sys.executable, "-c", MEETING, str(tmp_path), str(all_write)], env=env, capture_output=True, text=True
     )
     assert done.returncode == (1 if all_write else 0), done.stderr
-    assert (read_hang(tmp_path) is not None) == all_write
+    assert (read_hang_report(tmp_path) is not None) == all_write
     assert ("rank 1 has sent no heartbeat" in done.stderr) == all_write
 
 
@@ -191,7 +191,7 @@ def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit
         [sys.executable, "-c", MEETING, str(tmp_path), "True"], env=env, capture_output=True, text=True
     )
     assert done.returncode == 1, done.stderr
-    reported = read_hang(tmp_path)
+    reported = read_hang_report(tmp_path)
     assert reported is not None and reported.ranks == [1 if exit_code else 0]
     assert ("rank 1 on n1 (process 100)" in reported.text) == bool(exit_code)
     assert ("it has exited with code 143; rank 0 waits for it in join" in reported.text) == bool(exit_code)
@@ -268,11 +268,11 @@ def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> No
     old.write_text('{"ranks": [3], "text": "of yesterday"}')
     os.utime(old, (time.time() - 86400,) * 2)
     first, second = (HeartbeatFolder(tmp_path, rank, 2) for rank in (0, 1))
-    assert first.read_verdict() is None
-    assert first.write_verdict(Hang([1], "a")) and not second.write_verdict(Hang([0], "b"))
-    assert second.read_verdict() == read_hang(tmp_path) == Hang([1], "a")
+    assert first.read_report() is None
+    assert first.write_report(HangReport([1], "a")) and not second.write_report(HangReport([0], "b"))
+    assert second.read_report() == read_hang_report(tmp_path) == HangReport([1], "a")
     old.write_text('{"ranks"')  # half written
-    assert second.read_verdict() is None and not second.write_verdict(Hang([0], "b"))
+    assert second.read_report() is None and not second.write_report(HangReport([0], "b"))
 
 
 def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class CheckpointManager:
         for warning in resumption.warnings:
             self._say(f"[yellow]warning:[/yellow] {escape(warning)}")
         for note in resumption.notes:
-            self._say.show(f"note: {escape(note)}")
+            self._say.print_always(f"note: {escape(note)}")
 
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
@@ -85,11 +85,11 @@ class CheckpointManager:
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._later, self._first_step = list_later_checkpoints(self._run_dir, position.step), position.step
-        self._say.show(f"resumed from {self.checkpoint} at step {position.step}")
+        self._say.print_always(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
         if training.max_steps is None and position.step >= total_steps:
-            self._say.show(f"note: {describe_finished(position.step, total_steps)}")
+            self._say.print_always(f"note: {describe_finished(position.step, total_steps)}")
         best, metric = position.best_step, training.compared_metric
         reason = f"training.best_metric is now {metric}" if position.best_metric != metric else ""
         if training.best_checkpoint and best and not self._get_checkpoint_path(best).exists():

@@ -62,7 +62,7 @@ def build_identity(
 ) -> Identity:
     """Return the identity of a run that is about to train; without `prepared`, the data is not included."""
     # Divide `global_batch_size` among the ranks if their number is known.
-    shared, data_ranks = config, config.data_ranks(world_size or 1)
+    shared, data_ranks = config, config.count_data_ranks(world_size or 1)
     if prepared is not None and world_size is not None:
         shared = resolve_global_batch(config, count_samples(prepared), data_ranks)
     training = shared.training

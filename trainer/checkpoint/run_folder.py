@@ -87,7 +87,7 @@ class RunFolder:
             self.check()
             moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
-                self._say.show(moved)
+                self._say.print_always(moved)
             environment = (self._ranks.world_size, str(device.type), precision, prompt_text)
             self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *environment)
             self._write_record()

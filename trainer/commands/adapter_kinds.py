@@ -42,13 +42,13 @@ class TextAdapter:
         return f"{output}; load it with {auto}.from_pretrained({str(output)!r})"
 
     @staticmethod
-    def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
-        if form in ADAPTER_FORMATS:
-            return export_adapter(run, form, output)
-        if form == "hf":
+    def export(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> list[str]:
+        if format_ in ADAPTER_FORMATS:
+            return export_adapter(run, format_, output)
+        if format_ == "hf":
             merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
             return ["load it with AutoModelForCausalLM.from_pretrained, vLLM or text-generation-inference"]
-        return export_gguf(run, form, output, dtype=dtype)
+        return export_gguf(run, format_, output, dtype=dtype)
 
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
@@ -64,21 +64,21 @@ class ImageAdapter:
         return f"{output}; load it with {load}"
 
     @staticmethod
-    def export(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
+    def export(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> list[str]:
         """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merge it (`hf`)."""
         pipeline = read_pipeline(run.config.base_model, run.config.model)
-        if form == "hf":
+        if format_ == "hf":
             stored = merge_images(run, output, dtype="auto", scale=1.0)
             name = pipeline.family.pipeline
             return [f"load it with diffusers.{name}.from_pretrained({str(output)!r}, dtype={stored})"]
         with temporary_output(output) as folder:
-            if form == "kohya":
+            if format_ == "kohya":
                 save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
             else:
                 for name in (*ADAPTER, DIFFUSERS):
                     shutil.copyfile(run.folder / name, folder / name)
             move_into_place(folder, output)
-        if form == "kohya":
+        if format_ == "kohya":
             return [f"{output / KOHYA}: for ComfyUI (copy it to models/loras) and programs that read kohya's format"]
         return [f"pipeline.load_lora_weights({str(output)!r})"]
 
@@ -91,7 +91,7 @@ class ImageAdapter:
             shutil.copyfile(file, folder / SAMPLES / file.name)
 
 
-def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> list[str]:
+def export_gguf(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> list[str]:
     """Write the merged model as a GGUF file (`ollama`: a folder with it and its Modelfile); return lines to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
@@ -102,7 +102,7 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
         dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
         shutil.rmtree(merged)
         lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by the gguf package"]
-        if form == "gguf":
+        if format_ == "gguf":
             move_into_place(file, output)
         else:
             lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
@@ -115,9 +115,9 @@ def export_gguf(run: FinishedRun, form: str, output: Path, *, dtype: str) -> lis
 
 
 def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path) -> list[str]:
-    system_prompt, form = run.config.dataset.system_prompt, find_prompt_format(run, tokenizer)
+    prompt, format_ = run.config.dataset.system_prompt, find_prompt_format(run, tokenizer)
     variables = build_template_variables(run.config.dataset)
-    text = build_modelfile(GGUF_NAME, tokenizer, system_prompt=system_prompt, form=form, variables=variables)
+    text = build_modelfile(GGUF_NAME, tokenizer, system_prompt=prompt, prompt_format=format_, variables=variables)
     file.write_text(text, encoding="utf-8")
     lines = [f"ollama create NAME -f {shlex.quote(str(output / 'Modelfile'))}"]
     if "TEMPLATE" not in text.partition("#")[0]:

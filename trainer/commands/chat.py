@@ -12,9 +12,9 @@ from trainer.commands.generate import (
     Sampling,
     add_answer_options,
     generate_answers,
-    load_for_prompts,
+    load_generation_inputs,
     read_stdin_prompts,
-    replace_invalid,
+    replace_invalid_unicode,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.data.image_parts import IMAGE
@@ -34,7 +34,7 @@ class Conversation:
     tokenizer: Any
     sampling: Sampling
     section: DatasetSection
-    prompt_form: str | None
+    prompt_format: str | None
     """Format of plain-text prompts, which are answered independently; None for the chat template."""
     images: PromptImages | None = None
     """Images shown before the first turn."""
@@ -54,17 +54,17 @@ class Conversation:
         """Return the token IDs [1, T] of the latest turns that leave room for an answer, and their images."""
         longest = get_context_length(self.model.config) or sys.maxsize
         room = min(self.sampling.max_new_tokens, longest // 4)  # a longer answer may be truncated
-        recent = turns if self.prompt_form is None else turns[-1:]
+        recent = turns if self.prompt_format is None else turns[-1:]
         while True:
-            prompt = recent if self.prompt_form is None else recent[-1]["content"]
+            prompt = recent if self.prompt_format is None else recent[-1]["content"]
             images = self.images if len(recent) == len(turns) else None
-            row = encode_prompt(self.tokenizer, self.section, prompt, self.prompt_form, images)
+            row = encode_prompt(self.tokenizer, self.section, prompt, self.prompt_format, images)
             if row.shape[1] + room <= longest or len(recent) == 1:
                 break
             recent = recent[2:]
         if row.shape[1] >= longest:
             raise UserError(f"the turn has {row.shape[1]} tokens, but the context is {longest}; shorten the turn")
-        if self.prompt_form is None and len(recent) < len(turns):
+        if self.prompt_format is None and len(recent) < len(turns):
             print(f"note: the first {len(turns) - len(recent)} turns no longer fit in the context", file=sys.stderr)
         return row, images
 
@@ -77,7 +77,7 @@ def converse(conversation: Conversation) -> None:
             elif line == "/help":
                 print(HELP, file=sys.stderr)
             else:
-                conversation.ask(str(replace_invalid(line)))
+                conversation.ask(str(replace_invalid_unicode(line)))
         except KeyboardInterrupt:
             return
         except UserError as error:
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     silence_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
-    model, tokenizer, section, prompt_form, images = load_for_prompts(arguments, both=False)
-    if prompt_form is not None:
+    model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, both=False)
+    if prompt_format is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
-    converse(Conversation(model, tokenizer, sampling, section, prompt_form, images))
+    converse(Conversation(model, tokenizer, sampling, section, prompt_format, images))

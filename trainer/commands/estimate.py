@@ -27,7 +27,7 @@ from trainer.memory.bytes import CONTEXT, GIB, Estimate
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import PlanChoice, Planner, combine_adapters, format_gib
 from trainer.memory.preflight import describe_recomputation
-from trainer.memory.step_time import REFERENCE_CARD
+from trainer.memory.step_time import REFERENCE_GPU
 from trainer.model.base import get_context_length
 from trainer.parallel.ranks.sequence_group import check_ranks
 from trainer.setup.kinds import find_model_kind
@@ -56,7 +56,7 @@ def build_report(
     resolved = planner.resolve(config, memory)
     if config.training.gradient_checkpointing == "auto":
         notes = [*notes, describe_recomputation(planner, resolved, memory)]
-    counts = resolved.training, planner.lengths.samples, config.data_ranks(planner.machine.world_size)
+    counts = resolved.training, planner.lengths.samples, config.count_data_ranks(planner.machine.world_size)
     pixels = f"{resolved.image.resolution} x {resolved.image.resolution} pixels"
     sample = f"{planner.lengths.longest:,} tokens" if planner.has_sequences else pixels
     estimate = planner.estimate(resolved)
@@ -105,11 +105,11 @@ def _build_stage_row(planner: Planner, choice: PlanChoice, memory: int) -> dict[
         "gather": planner.build_decisions(choice.config).gather.value if zero.stage == 3 else None,
     }
     if choice.estimate is None:
-        return row | {"refused": choice.refusal}
+        return row | {"refused": choice.error}
     return row | choice.estimate.to_json() | {"fits": choice.estimate.needed <= memory}
 
 
-def show(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
+def print_report(console: Console, result: dict[str, Any], estimate: Estimate) -> None:
     for note in result["notes"]:
         console.print(note, highlight=False)
     console.print(
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     planner, notes = build_planner(config, gpus, per_host)
     if host is not None:
         ranks = planner.machine.hosts.count(planner.machine.hosts[0])
-        planner = replace(planner, machine=replace(planner.machine, host_room=host // ranks))
+        planner = replace(planner, machine=replace(planner.machine, host_memory=host // ranks))
     context = get_context_length(planner.shapes.model.config) if planner.has_sequences else None
     config = config.fit_max_length(context)
     if config.runs:
@@ -197,11 +197,11 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--max-length auto: image models have no sequences; remove the option")
     if arguments.max_length:
         longest = find_longest(planner, config, memory)
-        card = REFERENCE_CARD if arguments.card is None else arguments.card
+        gpu_name = REFERENCE_GPU if arguments.card is None else arguments.card
         network = speed.resolve_network_bandwidth(planner, arguments)
-        seconds = {} if network is None else predict_seconds(planner, config, memory, longest, card, network)
+        seconds = {} if network is None else predict_seconds(planner, config, memory, longest, gpu_name, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
-        print(json.dumps(rows) if arguments.json else "\n".join(format_longest(longest, seconds, card, context)))
+        print(json.dumps(rows) if arguments.json else "\n".join(format_longest(longest, seconds, gpu_name, context)))
         return
     result, resolved = build_report(planner, config, memory, [*loaded.notes, *notes])
     result["speed"] = speed.predict(planner, resolved, arguments)
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:
-        show(Console(soft_wrap=True), result, planner.estimate(resolved))
+        print_report(Console(soft_wrap=True), result, planner.estimate(resolved))
     if result["recommended"] is None:
         raise UserError(describe_misfit(planner, resolved, memory, "has"))
 

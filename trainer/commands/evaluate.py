@@ -223,7 +223,7 @@ def compute_row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     return TokenLoss(model).compute_by_row(model, batch, model.device)
 
 
-def show(results: dict[str, Any], heading: str, console: Console) -> None:
+def print_results(results: dict[str, Any], heading: str, console: Console) -> None:
     unit = next(unit for unit in COLUMNS if unit in results)
     columns = COLUMNS[unit]
     table = Table(box=None, pad_edge=False)
@@ -232,7 +232,7 @@ def show(results: dict[str, Any], heading: str, console: Console) -> None:
         table.add_column(title, justify="right")
     for row, model in (("base", "base"), ("base + adapter", "adapter"), ("difference", "difference")):
         sign, values = "+" * (model == "difference"), results[model]
-        table.add_row(row, *(_format_cell(values, name, sign + form) for name, (_, form, *_) in columns.items()))
+        table.add_row(row, *(_format_cell(values, name, sign + spec) for name, (_, spec, *_) in columns.items()))
     console.print(heading, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"[dim]below: {CONFIDENCE:.0%} bootstrap intervals over {unit}[/dim]", highlight=False)
@@ -240,12 +240,12 @@ def show(results: dict[str, Any], heading: str, console: Console) -> None:
         console.print(f"[yellow]only {results[unit]} {unit}: the intervals are rough[/yellow]")
 
 
-def _format_cell(values: dict[str, Any], name: str, form: str) -> str:
+def _format_cell(values: dict[str, Any], name: str, spec: str) -> str:
     mark = ""
     if name not in values:
-        name, form, mark = f"{name}_ratio", ".3f", "x "
+        name, spec, mark = f"{name}_ratio", ".3f", "x "
     low, high = values[f"{name}_interval"]
-    return f"{mark}{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]"
+    return f"{mark}{values[name]:{spec}}\n[dim]{low:{spec}} to {high:{spec}}[/dim]"
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -349,7 +349,7 @@ def _measure_held_out(
         precision = f"{config.quantization.quant_type} ({precision})"
     elif config.training.qat:
         precision = f"{precision}, merged weights in {config.training.qat}"
-    show(results, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
+    print_results(results, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     return {
         "data": arguments.data or "held out by the run",
         "precision": precision,

@@ -123,7 +123,7 @@ def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
     """Yield prompts with their token ids. Report prompts that cannot be answered, and add them to `failed`."""
-    for prompt in map(replace_invalid, prompts):
+    for prompt in map(replace_invalid_unicode, prompts):
         try:
             row = encode(prompt)
             if longest is not None and row.shape[1] >= longest:
@@ -137,7 +137,7 @@ def encode_prompts(
             print(f"error: {to_text(format_prompt(prompt))!r}: {error}", file=sys.stderr, flush=True)
 
 
-def load_for_prompts(
+def load_generation_inputs(
     arguments: argparse.Namespace, *, both: bool
 ) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
     """Return the model, tokenizer, data settings, plain-text prompt format and images for the command's options.
@@ -147,20 +147,20 @@ def load_for_prompts(
     run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     check_task_supports(run, "generate")
     tokenizer = load_saved_tokenizer(run)
-    text = find_prompt_format(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    prompt_format = find_prompt_format(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
     section = run.config.dataset
     if arguments.system is not None:
         section = section.model_copy(update={"system_prompt": arguments.system or None})
     reader = load_image_reader(run.config.base_model, run.config.model, run.config.dataset, tokenizer)
     images = read_prompt_images(reader, arguments.image)
-    if arguments.image and text is not None:
+    if arguments.image and prompt_format is not None:
         raise UserError("--image: needs prompts in the chat template; add --chat")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers may contain characters that the terminal cannot show
-    return load_for_inference(run, tokenizer, both=both), tokenizer, section, text, images
+    return load_for_inference(run, tokenizer, both=both), tokenizer, section, prompt_format, images
 
 
-def show(answers: dict[str, str], console: Console) -> None:
+def print_answers(answers: dict[str, str], console: Console) -> None:
     if len(answers) == 1:
         answer = next(iter(answers.values()))
         # Bypass rich, which would wrap lines and interpret [brackets] as markup.
@@ -197,13 +197,13 @@ def read_stdin_prompts(terminal: bool) -> Iterator[str]:
             yield prompt
 
 
-def replace_invalid(prompt: Prompt) -> Prompt:
+def replace_invalid_unicode(prompt: Prompt) -> Prompt:
     """Replace lone surrogates and bytes that are not UTF-8 with U+FFFD, and print a note to stderr."""
     if isinstance(prompt, Conversation):
-        messages = [turn | {"content": replace_invalid(turn["content"])} for turn in prompt.messages]
+        messages = [turn | {"content": replace_invalid_unicode(turn["content"])} for turn in prompt.messages]
         return Conversation(messages, prompt.tools)
     if isinstance(prompt, list):
-        return [turn | {"content": replace_invalid(turn["content"])} for turn in prompt]
+        return [turn | {"content": replace_invalid_unicode(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
     if text != prompt:
         note = f"note: {to_text(text)!r} is not valid Unicode; invalid parts are replaced with \ufffd"
@@ -222,9 +222,9 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
     parser.add_argument("--system", metavar="TEXT", help="system prompt (dataset.system_prompt of the run)")
     help_ = "image shown before the prompt, for vision-language models; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help_)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
-    form.add_argument("--chat", action="store_true", help="use the chat template, even if trained on plain text")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
+    group.add_argument("--chat", action="store_true", help="use the chat template, even if trained on plain text")
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -260,14 +260,14 @@ def main(argv: list[str] | None = None) -> None:
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     if arguments.file is not None and not listed:
         raise UserError(f"--prompts={arguments.file}: contains no prompt; write one per line")
-    model, tokenizer, section, text, images = load_for_prompts(arguments, both=arguments.base)
+    model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, both=arguments.base)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []
 
     def encode(prompt: Prompt) -> torch.Tensor:
         if arguments.image:
             prompt = [{"role": "user", "content": IMAGE * len(arguments.image) + str(prompt)}]
-        return encode_prompt(tokenizer, section, prompt, text, images)
+        return encode_prompt(tokenizer, section, prompt, prompt_format, images)
 
     rows = encode_prompts(prompts, encode, get_context_length(model.config), failed)
     console = Console()
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
         for index, (prompt, _) in enumerate(batch):
             if len(listed) > 1:
                 console.print(Text(f"> {sanitize(format_prompt(prompt))}", style="bold"), soft_wrap=True)
-            show({name: texts[index] for name, texts in answers.items()}, console)
+            print_answers({name: texts[index] for name, texts in answers.items()}, console)
     if failed:
         were = "prompt was" if len(failed) == 1 else "prompts were"
         raise UserError(f"{len(failed)} {were} not answered; see above")

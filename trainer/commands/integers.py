@@ -38,10 +38,10 @@ class IntegerMerge:
         if importlib.util.find_spec("compressed_tensors") is None:
             raise UserError(f"--quantize={kind}: compressed-tensors is not installed; run `{INSTALL_COMMAND}`")
         self.kind, self.dtype, self.device = kind, dtype, device
-        self._form: IntegerFormat | None = None
+        self._format: IntegerFormat | None = None
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def round(self, adapted: Any) -> None:
+    def quantize_adapted_layers(self, adapted: Any) -> None:
         """Replace each adapted W with the quantized W + s B A, and set B to zero.
 
         Raises UserError if no layer is adapted, or if one cannot be quantized.
@@ -55,16 +55,16 @@ class IntegerMerge:
                     f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without --quantize"
                 )
         widths = {path.removeprefix(PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
-        self._form = choose_integer_format(self.kind, widths, self.dtype, setting="--quantize")
+        self._format = choose_integer_format(self.kind, widths, self.dtype, setting="--quantize")
         for path, layer in layers.items():
-            self._layers[path.removeprefix(PREFIX)] = self._round_layer(layer, self._form)
+            self._layers[path.removeprefix(PREFIX)] = self._round_layer(layer, self._format)
 
-    def _round_layer(self, layer: Any, form: IntegerFormat) -> tuple[Tensor, Tensor]:
+    def _round_layer(self, layer: Any, format_: IntegerFormat) -> tuple[Tensor, Tensor]:
         name = layer.active_adapters[0]
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
         base, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
-        merged = quantize_merged(base, down, up, layer.scaling[name], form.quantize)
+        merged = quantize_merged(base, down, up, layer.scaling[name], format_.quantize)
         values, scales = (each.cpu() for each in merged)
         weight.data = dequantize(values, scales, self.dtype)
         factors[1].data.zero_()
@@ -74,24 +74,24 @@ class IntegerMerge:
         """Return the merged state dict and set the model's `quantization_config`; print a summary to stderr."""
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-        assert self._form is not None, "round() comes first"
+        assert self._format is not None, "quantize_adapted_layers() comes first"
         values: dict[str, Tensor] = dict(model.state_dict())
-        for path, (numbers, scales) in self._layers.items():
+        for path, (codes, scales) in self._layers.items():
             if not torch.isfinite(scales).all():
                 problem = f"{path}: merged weights are not finite in {self.dtype}"
                 raise RuntimeError(f"{problem}; lower the learning rate, or use --dtype bf16")
             values.pop(f"{path}.weight")
-            values[f"{path}.weight_packed"] = pack_to_int32(numbers, self._form.bits)
+            values[f"{path}.weight_packed"] = pack_to_int32(codes, self._format.bits)
             values[f"{path}.weight_scale"] = scales
-            values[f"{path}.weight_shape"] = torch.tensor(numbers.shape)
+            values[f"{path}.weight_shape"] = torch.tensor(codes.shape)
         unquantized = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
         unquantized = [path for path in unquantized if path not in self._layers]
-        model.config.quantization_config = _build_quantization_config(self._form, unquantized)
-        print(f"{len(self._layers)} layers in {self._form}", file=sys.stderr)
+        model.config.quantization_config = _build_quantization_config(self._format, unquantized)
+        print(f"{len(self._layers)} layers in {self._format}", file=sys.stderr)
         return values
 
 
-def _build_quantization_config(form: IntegerFormat, unquantized: list[str]) -> dict[str, Any]:
+def _build_quantization_config(format_: IntegerFormat, unquantized: list[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -99,8 +99,8 @@ def _build_quantization_config(form: IntegerFormat, unquantized: list[str]) -> d
         QuantizationStatus,
     )
 
-    grouping = {"strategy": "group", "group_size": form.group} if form.group else {"strategy": "channel"}
-    weights = QuantizationArgs(num_bits=form.bits, type="int", symmetric=True, **grouping)
+    grouping = {"strategy": "group", "group_size": format_.group} if format_.group else {"strategy": "channel"}
+    weights = QuantizationArgs(num_bits=format_.bits, type="int", symmetric=True, **grouping)
     config = QuantizationConfig(
         config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)},
         format="pack-quantized",

@@ -31,7 +31,7 @@ def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, 
 
 
 def predict_seconds(
-    planner: Planner, config: RunConfig, memory: int, longest: dict[int, int], card: str, network: float
+    planner: Planner, config: RunConfig, memory: int, longest: dict[int, int], gpu_name: str, network: float
 ) -> dict[int, float]:
     """Return the seconds per step for each of the longest sequences, omitting those that cannot be predicted."""
     seconds = {}
@@ -39,7 +39,7 @@ def predict_seconds(
         if length:
             with suppress(UserError):
                 resized, resolved = _resolve_length(planner, _share_sequence(config, size), length, memory)
-                seconds[size] = predict_step(resized, resolved, card, network)[0].total
+                seconds[size] = predict_step(resized, resolved, gpu_name, network)[0].total
     return seconds
 
 
@@ -69,12 +69,12 @@ def _find_longest(planner: Planner, config: RunConfig, memory: int) -> int:
 def _fits(planner: Planner, config: RunConfig, length: int, memory: int) -> bool:
     planner, resolved = _resolve_length(planner, config, length, memory)
     estimate = planner.estimate(resolved)
-    room = planner.machine.host_room
+    room = planner.machine.host_memory
     return estimate.needed <= memory and (room is None or estimate.host <= room)
 
 
-def format_longest(longest: dict[int, int], seconds: dict[int, float], card: str, context: int | None) -> list[str]:
-    steps = {size: f"; a step on {card} {value:,.1f} s" for size, value in seconds.items()}
+def format_longest(longest: dict[int, int], seconds: dict[int, float], gpu_name: str, context: int | None) -> list[str]:
+    steps = {size: f"; a step on {gpu_name} {value:,.1f} s" for size, value in seconds.items()}
     lines = [
         f"longest sequence with parallel.sequence={size}: {length:,} tokens{steps.get(size, '')}" if length else
         f"longest sequence with parallel.sequence={size}: not even {SHORTEST:,} tokens fit"

@@ -99,7 +99,7 @@ def build_merged(
     _untie_head(adapted)
     check_separate_weights(adapted, "merge")
     if integers is not None:
-        integers.round(adapted)
+        integers.quantize_adapted_layers(adapted)
     model = adapted.merge_and_unload()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point():
@@ -228,9 +228,9 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     stored_config = load_model_config(config.base_model, config.model)
-    form = parse_four_bit_format(stored_config)
-    assert isinstance(form, FourBitFormat)
-    files = FourBitFiles(SafetensorsFiles(config.base_model, config.model), form, f"base_model={config.base_model}")
+    format_ = parse_four_bit_format(stored_config)
+    assert isinstance(format_, FourBitFormat)
+    files = FourBitFiles(SafetensorsFiles(config.base_model, config.model), format_, f"base_model={config.base_model}")
     values: dict[str, Tensor] = revert_weight_conversion(model, dict(model.state_dict()))
     size = changed = lost = 0.0
     for name in files.layouts:
@@ -242,15 +242,15 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
             changed += float((merged.float() - base).square().sum())
             lost += float((written - merged.float()).square().sum())
     model.config.quantization_config = stored_config.quantization_config
-    print(_describe_requantization_error("linear layers", form.name, changed, lost, size), file=sys.stderr)
+    print(_describe_requantization_error("linear layers", format_.name, changed, lost, size), file=sys.stderr)
     return values
 
 
-def _describe_requantization_error(weights: str, form: str, changed: float, lost: float, size: float) -> str:
+def _describe_requantization_error(weights: str, format_: str, changed: float, lost: float, size: float) -> str:
     if not changed:
-        return f"{weights}: unchanged, in {form}"
+        return f"{weights}: unchanged, in {format_}"
     return (
-        f"{weights}: requantized to the base's {form}; rounding changes the merged weights by "
+        f"{weights}: requantized to the base's {format_}; rounding changes the merged weights by "
         f"{(lost / size) ** 0.5:.2%}, the adapter by {(changed / size) ** 0.5:.2%}; to write "
         "them unrounded, use --dtype bf16"
     )

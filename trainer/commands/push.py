@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     add_run_arguments(parser, "the base model's Hub ID, if a folder was used")
     parser.add_argument("repo", metavar="REPO", help="owner/name on the Hub; created if missing")
     parser.add_argument("--private", action="store_true", help="make the repository private")
-    parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
+    parser.add_argument("--dry-run", action="store_true", help="write the card and list the files, without uploading")
     arguments = parser.parse_args(argv)
     silence_libraries()
     repo = arguments.repo

@@ -34,7 +34,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         lines += adapter_lines
     lines += [note if note.startswith("warning: ") else f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.format_lines()]
-    samples, data_ranks = count_samples(prepared), config.data_ranks(ranks)
+    samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks)
     if trained is not None and samples is not None:
         warning = build_capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {warning}"] if warning else []
@@ -50,7 +50,7 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     # A model without weights cannot be given initial values.
     plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
     dtype = next(model.parameters()).dtype
-    peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).task(config).peft_type)
+    peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).find_task_class(config).peft_type)
     adapted = summarize_adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)

@@ -56,10 +56,10 @@ def find_server(requested: str, python: str) -> Server:
     )
 
 
-def export_once(run: FinishedRun, form: str, output: Path) -> Path:
+def export_once(run: FinishedRun, format_: str, output: Path) -> Path:
     """Export the run unless `output` exists. Raises UserError if `output` is older than the adapter."""
     if not output.exists():
-        export(run, form, output)
+        export(run, format_, output)
         print(f"exported to {output}")
     elif output.stat().st_mtime < (run.folder / WEIGHTS).stat().st_mtime:
         raise UserError(f"{output}: is older than the adapter; delete the old export to export again")

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.data.step_count import count_steps
 from trainer.memory.planner import Planner
-from trainer.memory.step_time import REFERENCE_CARD, predict_step
+from trainer.memory.step_time import REFERENCE_GPU, predict_step
 from trainer.setup.kinds import find_model_kind
 
 BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1e9}
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network", help="also predict the speed, with this bandwidth per GPU between hosts, such as 50GB/s"
     )
     parser.add_argument("--price", type=float, help="also predict the cost of the run, with this price per GPU hour")
-    parser.add_argument("--card", help=f"predict the speed on this card (default: {REFERENCE_CARD})")
+    parser.add_argument("--card", help=f"predict the speed on this GPU (default: {REFERENCE_GPU})")
 
 
 def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -32,16 +32,16 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
         raise UserError(f"--price {arguments.price:g}: must be above 0")
     if network is None:
         raise UserError("--network: missing, but the GPUs are on several hosts; add it, for example --network 50GB/s")
-    if not find_model_kind(config).task(config).predicts_time:
+    if not find_model_kind(config).find_task_class(config).predicts_time:
         fix = "estimate without --network, --price and --card"
         raise UserError(f"task={config.task}: its speed cannot be predicted; {fix}")
-    card = arguments.card or REFERENCE_CARD
-    step, note = predict_step(planner, config, card, network)
+    gpu_name = arguments.card or REFERENCE_GPU
+    step, note = predict_step(planner, config, gpu_name, network)
     gpus, training = planner.machine.world_size, config.training
-    steps = count_steps(training, planner.lengths.samples, config.data_ranks(gpus))
+    steps = count_steps(training, planner.lengths.samples, config.count_data_ranks(gpus))
     hours = None if steps is None else steps * step.total / 3600
     return {
-        "card": card,
+        "card": gpu_name,
         "note": note,
         "step_s": step.total,
         "parts_s": step.parts,

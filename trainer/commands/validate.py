@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_config()
     parser.add_argument(
-        "--ranks", type=parse_positive_int, help="number of ranks of the run (default: as on this machine)"
+        "--ranks", type=parse_positive_int, help="number of ranks in the run (default: as on this machine)"
     )
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     arguments = parser.parse_intermixed_args(argv)

@@ -21,6 +21,6 @@ def split_names(rows: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row for names, row in rows.items() for name in names.split()}
 
 
-ALIASES: dict[str, str] = {name: ours for ours, names in OTHER_TRAINERS["aliases"].items() for name in names.split()}
-ADVICE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
+ALIASES: dict[str, str] = {name: key for key, names in OTHER_TRAINERS["aliases"].items() for name in names.split()}
+REPLACEMENT_ADVICE: dict[str, str] = split_names(OTHER_TRAINERS["advice"])
 """Advice on what to write instead of settings from other trainers that have no equivalent here."""

@@ -17,15 +17,15 @@ from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
 from trainer.config.types import AUTO
-from trainer.config.zero import check_extra, describe_layer_gather_problem, gathers_by_layer
+from trainer.config.zero import check_extra, describe_layer_gather_problem, gathers_per_layer
 
 ROLES = ("assistant", "user", "system", "tool")
-HIGHEST_USUAL_RATE = 1e-2
-LARGEST_USUAL_SCALE = 32.0
+MAX_TYPICAL_LEARNING_RATE = 1e-2
+MAX_TYPICAL_SCALE = 32.0
 RULES: dict[str, Any] = read_table(Path(__file__).with_name("rules.yaml"))
 TILES_NO_GRAPHS: str = RULES["tiles_no_graphs"]
-DERIVED: dict[str, Callable[[RunConfig], Any]] = {
-    "by_layer": gathers_by_layer,
+DERIVED_VALUES: dict[str, Callable[[RunConfig], Any]] = {
+    "by_layer": gathers_per_layer,
     "layer_gather_problem": describe_layer_gather_problem,
     "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
@@ -34,11 +34,12 @@ DERIVED: dict[str, Callable[[RunConfig], Any]] = {
         config.preference.reference in ("step", "cached")
         or (config.preference.reference == "auto" and bool({*config.preference.loss} - {*WITHOUT_REFERENCE}))
     ),
-    "held_out": lambda config: bool(config.dataset.val_split or config.dataset.evaluation),
+    "has_held_out": lambda config: bool(config.dataset.val_split or config.dataset.evaluation),
     "compared": lambda config: (
-        DERIVED["held_out"](config) or bool(config.evaluation.tasks and config.training.compared_metric not in LOSSES)
+        DERIVED_VALUES["has_held_out"](config)
+        or bool(config.evaluation.tasks and config.training.compared_metric not in LOSSES)
     ),
-    "with_beta": lambda config: bool({*config.preference.loss} - {"orpo", "sft"}),
+    "uses_beta": lambda config: bool({*config.preference.loss} - {"orpo", "sft"}),
 }
 """Functions that derive values from the settings, by their names in rules.yaml."""
 
@@ -58,7 +59,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
             yield replace(mistake, setting=f"adapters.{index}.{mistake.setting}") if is_in_entry else mistake
         for unused in find_unused_settings(run):
             if unused.name in names:
-                mistake = build_unused_mistake([unused], unused.need.reason(run))
+                mistake = build_unused_mistake([unused], unused.unmet.describe_reason(run))
                 yield replace(mistake, setting=f"adapters.{index}.{unused.name}")
     if config.adapters:
         yield from _find_unequal_layouts(config)
@@ -124,9 +125,9 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
 
 
 def _read_value(config: RunConfig, name: str) -> Any:
-    """Return the value of a setting or of a name in DERIVED."""
-    if name in DERIVED:
-        return DERIVED[name](config)
+    """Return the value of a setting or of a name in DERIVED_VALUES."""
+    if name in DERIVED_VALUES:
+        return DERIVED_VALUES[name](config)
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else getattr(value, part)
@@ -168,7 +169,7 @@ def _check_data(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(f"{label}.roles.{unknown[0]}", None, "unknown role", fix)
         counts = Counter(name for names in source.roles.values() for name in {*names})
         for name in [name for name, count in counts.items() if count > 1]:
-            yield Mistake(f"{label}.roles", source.roles, f"{name} is listed for several roles", "list it once")
+            yield Mistake(f"{label}.roles", source.roles, f"{name} is listed under several roles", "list it once")
     if set(data.train_on) - {*ROLES, "last", "all"}:
         yield Mistake(
             "dataset.train_on", data.train_on, "unknown role", "choose from assistant, last, user, system, tool, all"
@@ -194,7 +195,7 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("training.save_steps", training.save_steps, problem, fix, involves)
     is_stable = training.lr_scheduler == "warmup_stable_decay" and training.warmup_steps is None
     if is_stable and training.warmup_ratio + training.decay_ratio > 1:
-        why = f"adds up to more than 1 with training.warmup_ratio={training.warmup_ratio:g}"
+        why = f"plus training.warmup_ratio={training.warmup_ratio:g} exceeds 1"
         yield Mistake("training.decay_ratio", training.decay_ratio, why, "lower one of them")
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
         why = f"must be below training.max_steps={training.max_steps}, so that the learning rate reaches its peak"
@@ -242,14 +243,14 @@ def describe_unusual_settings(config: RunConfig) -> list[str]:
         # Only a warning: `zerolora compare` runs every controller with the settings from one file.
         problem = f"has no effect with scu.controller: {scu.controller}; use controller: pi, or remove scu.target"
         warnings.append(f"scu.target={scu.target:g}: {problem}")
-    if training.learning_rate > HIGHEST_USUAL_RATE:
+    if training.learning_rate > MAX_TYPICAL_LEARNING_RATE:
         warnings.append(
             f"training.learning_rate={training.learning_rate:g}: far above the usual rates of AdamW (1e-5 to 1e-3); "
             "expect the loss to rise"
         )
     if config.adapter != "none" and lora.adapter_path is None:
         scale = lora.alpha / (lora.r**0.5 if lora.rslora else lora.r)
-        if scale > LARGEST_USUAL_SCALE:
+        if scale > MAX_TYPICAL_SCALE:
             warnings.append(
                 f"lora.alpha={lora.alpha:g}: scales the update by {scale:g} at lora.r={lora.r}, where 1 or 2 is usual; "
                 "expect the loss to rise"

@@ -22,9 +22,9 @@ def _check_fraction_or_count(value: Any) -> Any:
 def _check_names(value: Any) -> Any:
     """Raise ValueError for `{prompt:ticket}`, which YAML parses as one key without a value."""
     for name in value if isinstance(value, dict) else ():
-        ours, colon, theirs = str(name).partition(":")
+        key, colon, field = str(name).partition(":")
         if colon and value[name] is None:
-            raise ValueError(f"needs a space after the colon; write {{{ours}: {theirs}}}")
+            raise ValueError(f"needs a space after the colon; write {{{key}: {field}}}")
     return value
 
 

@@ -66,7 +66,7 @@ class UserErrors(UserError):
         self.mistakes = mistakes
         self.messages = [str(UserError(str(mistake))) for mistake in mistakes[:MAX_LINES]]
         if len(mistakes) > MAX_LINES:
-            self.messages.append(f"and {len(mistakes) - MAX_LINES:,} more mistakes, listed when these are fixed")
+            self.messages.append(f"and {len(mistakes) - MAX_LINES:,} more mistakes; fix these first to see them")
 
     def __str__(self) -> str:
         # The caller prints `error: ` before the first line.

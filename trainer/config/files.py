@@ -122,12 +122,12 @@ def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) ->
     try:
         value = json.loads(text)
     except RecursionError:
-        raise UnreadableFileError(path, "is nested too deeply to be read as JSON") from None
+        raise UnreadableFileError(path, "is nested too deeply to parse as JSON") from None
     except json.JSONDecodeError as error:
         problem = f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
         raise UnreadableFileError(path, problem) from None
     except ValueError as error:  # more digits than Python converts
-        raise UnreadableFileError(path, f"is not JSON that can be read ({error})") from None
+        raise UnreadableFileError(path, f"cannot be parsed as JSON ({error})") from None
     return check_type(value, path, type_)
 
 

@@ -76,7 +76,7 @@ def load_text(
     unused = {} if config is None else mistakes.add_combinations(config)
     if with_lines and mistakes.count_in_file() and (trainer := recognize_trainer(file.tree)):
         raise UserError(
-            f"{path}: is written for {trainer}, and {mistakes.count_in_file()} of its settings are unknown here; "
+            f"{path}: configuration for {trainer} (unsupported settings: {mistakes.count_in_file()}); "
             f"translate it with: zerolora import {path} -o mine.yaml"
         )
     if entries := mistakes.list_sorted():
@@ -97,10 +97,10 @@ def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | N
     names = {str(name) for name in tree}
     counts = {trainer: len(names & {*known.split()}) for trainer, known in OTHER_TRAINERS["recognized_by"].items()}
     best = max(counts, key=lambda trainer: counts[trainer])
-    ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
+    own_count = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
     # LLaMA-Factory also has `dataset` and `model`, but as strings.
-    ours -= sum(isinstance(tree.get(name), str) for name in ("dataset", "model"))
-    return best if counts[best] >= min_names and counts[best] > 2 * ours else None
+    own_count -= sum(isinstance(tree.get(name), str) for name in ("dataset", "model"))
+    return best if counts[best] >= min_names and counts[best] > 2 * own_count else None
 
 
 def dump_yaml(config: RunConfig) -> str:

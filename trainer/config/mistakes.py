@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from trainer.config.aliases import ADVICE, ALIASES
+from trainer.config.aliases import ALIASES, REPLACEMENT_ADVICE
 from trainer.config.checks import find_invalid_combinations
 from trainer.config.errors import Mistake, to_text
 from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
 from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, read_switch_value
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTIONS
-from trainer.config.zero import gathers_by_layer
+from trainer.config.zero import gathers_per_layer
 
 # Values for missing required settings, so that the other settings can be checked.
 _PLACEHOLDERS: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset": {"path": "x"}}
@@ -49,7 +49,7 @@ class Mistakes:
         """Add a mistake for a setting that was given a second time, as `name`."""
         problem = f"also given as {self.names[dotted]}, which is the same setting"
         if self.names[dotted] == name:
-            problem = "given twice, with dots and in its section"
+            problem = "given twice, as a dotted name and in its section"
         location = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
         mistake = Mistake(name, None, problem, "keep one", location=location)
         self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
@@ -91,7 +91,7 @@ class Mistakes:
         mistaken: dict[str, list[UnusedSetting]] = {}
         intended: dict[str, list[UnusedSetting]] = {}
         if config.zero.stage == 3 and config.zero.gather == "auto":
-            gather = "layer" if gathers_by_layer(config) else "module"
+            gather = "layer" if gathers_per_layer(config) else "module"
             config = config.model_copy(update={"zero": config.zero.model_copy(update={"gather": gather})})
         names = list_setting_names()
         for unused in find_unused_settings(config):
@@ -101,8 +101,9 @@ class Mistakes:
                 continue
             if is_complete and unused.is_default:  # a recorded configuration contains all settings
                 continue
-            is_intended = is_complete or unused.need.replaces or self._is_switch_turned_off(unused, config)
-            (intended if is_intended else mistaken).setdefault(unused.need.reason(config), []).append(unused)
+            is_intended = is_complete or unused.unmet.replaces or self._is_switch_turned_off(unused, config)
+            reason = unused.unmet.describe_reason(config)
+            (intended if is_intended else mistaken).setdefault(reason, []).append(unused)
         return [build_unused_mistake(settings, reason) for reason, settings in mistaken.items()], intended
 
     def _is_configured(self, dotted: str) -> bool:
@@ -117,7 +118,7 @@ class Mistakes:
         return any(
             self._is_configured(name)
             and (not read_switch_value(config, name) or (is_in_file and self._is_overridden(name)))
-            for name in unused.need.switch.split()
+            for name in unused.unmet.switch.split()
         )
 
     def _is_overridden(self, dotted: str) -> bool:
@@ -187,7 +188,7 @@ class UserSettings:
         """Remove settings without effect, except settings that another setting replaces, and add a note."""
         for reason, settings in unused.items():
             for setting in settings:
-                if not setting.need.replaces:
+                if not setting.unmet.replaces:
                     remove_setting(self.tree, setting.name.split("."))
             names = ", ".join(self.mistakes.names.get(setting.name, setting.name) for setting in settings)
             self.notes.append(f"{names}: no effect, because {reason}")
@@ -211,10 +212,10 @@ class UserSettings:
         """Add a setting under any of its names. If `override` is set, replace the file's value."""
         if override:
             self.mistakes.mark_overridden(name)
-        if (name in ADVICE and value in (None, [], {}, "")) or (name in ALIASES and value is None):
+        if (name in REPLACEMENT_ADVICE and value in (None, [], {}, "")) or (name in ALIASES and value is None):
             self.notes.append(f"{name}: empty, ignored")
-        elif name in ADVICE:
-            self.mistakes.add(Mistake(name, value, "not a setting here", ADVICE[name]))
+        elif name in REPLACEMENT_ADVICE:
+            self.mistakes.add(Mistake(name, value, "not a zerolora setting", REPLACEMENT_ADVICE[name]))
         else:
             if name in ALIASES:
                 self.notes.append(f"{name} is read as {ALIASES[name]}")

@@ -46,7 +46,7 @@ class Needs:
         """Whether the switch must be unset."""
         return self.values in ((None,), ((),))
 
-    def reason(self, config: BaseModel) -> str:
+    def describe_reason(self, config: BaseModel) -> str:
         """Return why the setting has no effect, as a clause that ends a sentence."""
         names = self.switch.split()
         if not self.values:
@@ -68,7 +68,7 @@ class UnusedSetting:
     name: str
     value: Any
     is_default: bool
-    need: Needs
+    unmet: Needs
 
 
 _UNKNOWN = object()
@@ -85,17 +85,17 @@ def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
 def find_other_task_settings(config: Any, task: str) -> Iterator[UnusedSetting]:
     """Yield the non-default settings that only tasks other than `task` use."""
     for setting in find_unused_settings(config.model_copy(update={"task": task})):
-        if setting.need.switch == "task" and not setting.is_default:
+        if setting.unmet.switch == "task" and not setting.is_default:
             yield setting
 
 
 def build_unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
     """Return one mistake for all settings that the same switch disables."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
-    also = f", nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else ""
+    also = f" (like {', '.join(others)})" if others else ""
     pronoun = "them" if others else "it"
-    fix = f"remove {first.need.switch}" if first.need.is_absence else f"set {first.need.format_condition()}"
-    involves = " ".join([*(setting.name for setting in settings[1:]), first.need.switch])
+    fix = f"remove {first.unmet.switch}" if first.unmet.is_absence else f"set {first.unmet.format_condition()}"
+    involves = " ".join([*(setting.name for setting in settings[1:]), first.unmet.switch])
     problem = f"has no effect{also}, because {reason}"
     return Mistake(first.name, first.value, problem, f"{fix}, or remove {pronoun}", involves)
 

@@ -27,13 +27,13 @@ def expand_path(text: str) -> str:
 
     path = _VARIABLE.sub(get_variable, text)
     if "${" in path:
-        raise ValueError("incomplete ${NAME}; write ${NAME}")
+        raise ValueError("invalid or unclosed ${; write variables as ${NAME}")
     if path.startswith("~"):
         path = os.path.expanduser(path)
         if path.startswith("~"):
-            raise ValueError(f"the home folder {path.partition('/')[0]} is unknown; write the full path")
+            raise ValueError(f"home folder of {path.partition('/')[0]} not found; write the full path")
     if one_slash := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", path):
-        raise ValueError(f"has one slash after {one_slash[1]}:, but URLs have two; write s3://bucket/name, or a path")
+        raise ValueError(f"has only one slash after {one_slash[1]}:; write s3://bucket/name, or a path")
     if "\0" in path:
         raise ValueError("has a NUL character; remove it")
     longest = max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))

@@ -26,7 +26,7 @@ from trainer.config.yaml_core import read_yaml
 CONFIG_FILE = "scu-train.yaml"
 LOG_FILE = Path("logs", "cuda_optimized_training.log")
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml")).tree
-FLAGS, CARDS, TEST_RUN = (_TABLES[name] for name in ("flags", "cards", "test_run"))
+FLAGS, GPU_RECIPES, TEST_RUN = (_TABLES[name] for name in ("flags", "cards", "test_run"))
 SETTINGS: dict[str, list[str]] = {name: row["sets"].split() for name, row in FLAGS.items() if "sets" in row}
 FLAG_NAMES = {"four_bit": "--4bit-quantization"}
 RUN_RECORD = "training_config.json"
@@ -53,7 +53,7 @@ def parse_flags(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.
     options = vars(parser.parse_intermixed_args(arguments))
     card = {
         name: value
-        for name, value in CARDS.get(options["card"], {}).items()
+        for name, value in GPU_RECIPES.get(options["card"], {}).items()
         if name not in given and not (name in ("fp16", "bf16") and given & {"fp16", "bf16"})
     }
     return argparse.Namespace(**(options | card), given=frozenset(given | card.keys()))

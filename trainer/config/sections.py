@@ -18,7 +18,7 @@ LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
 KL_LAW = {"kp": 0.5, "ki": 0.1, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
 """Close to the final S with the best fixed lambda: 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
-START_TIMES_TARGET = 0.12
+START_TARGET_PRODUCT = 0.12
 """Initial lambda times the target. With a strong penalty, lambda * S converged to 0.140 and 0.194 on the two texts in
 docs/lab/scu.md; with a slightly smaller initial lambda, S reaches the target."""
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
@@ -110,7 +110,7 @@ def _choose_start(settings: dict[str, Any]) -> float | None:
     target = AUTO_TARGET if target == "auto" else target
     if not isinstance(target, int | float) or not 0.0 < target < 1.0:
         return None
-    return START_TIMES_TARGET / target
+    return START_TARGET_PRODUCT / target
 
 
 def _clamp_start(settings: dict[str, Any], start: float) -> float:
@@ -231,7 +231,7 @@ class RunConfig(Section):
         """One configuration per entry of `adapters`, as for separate runs (trainer/config/adapter_entries.py)."""
         return self._runs
 
-    def data_ranks(self, ranks: int) -> int:
+    def count_data_ranks(self, ranks: int) -> int:
         """Return the number of ranks that train on different samples; ranks that share a sequence count as one."""
         return max(1, ranks // self.parallel.sequence)
 

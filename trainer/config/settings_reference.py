@@ -49,7 +49,7 @@ def _format_section(section: type[BaseModel], prefix: str, width: int) -> list[s
 def _format_setting(name: str, field: FieldInfo, width: int, needs: str) -> list[str]:
     default = "required" if field.is_required() else f"default {to_text(field.get_default(call_default_factory=True))}"
     head = f"{name}: {_format_type(field.annotation, field.metadata)} ({default})"
-    aliases = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
+    aliases = [alias for alias, setting in ALIASES.items() if setting == name and "." not in alias]
     text = " ".join((field.description or "").split())
     also = f" Also read: {', '.join(aliases)}." if aliases else ""
     return [

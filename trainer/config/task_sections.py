@@ -31,7 +31,7 @@ def _parse_loss_weights(value: Any) -> Any:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {name} must be a number above 0")
     if "kto" in weights and len(weights) > 1:
-        raise ValueError("kto learns from labeled answers and the others from pairs; use kto alone, or remove kto")
+        raise ValueError("kto needs labeled answers, but the other losses need pairs; use kto alone, or remove kto")
     return weights
 
 

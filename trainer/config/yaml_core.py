@@ -127,7 +127,7 @@ def parse(text: str) -> Any:
         loader = _CoreLoader(text)  # rejects control characters
         node = loader.get_single_node()
         if node is None or node.end_mark.index != len(text):
-            raise ValueError("contains a comment; on a command line, # is text")
+            raise ValueError("contains an unquoted #, which begins a comment")
         value = loader.construct_document(node)
         for _, mistake in loader.mistakes:
             raise UserError(mistake)

@@ -10,13 +10,15 @@ from trainer.config.errors import Mistake, find_nearest, to_text
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
-SETTINGS = {key: ours for ours, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
+SETTINGS = {key: setting for setting, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
 """Our setting to use instead of a DeepSpeed key in `zero.extra`, by key."""
-KNOWN, FIXED, UNSUPPORTED = (OTHER_TRAINERS["deepspeed_keys"][name].split() for name in ("known", "fixed", "replacing"))
+KNOWN_KEYS, FIXED_KEYS, UNSUPPORTED_KEYS = (
+    OTHER_TRAINERS["deepspeed_keys"][name].split() for name in ("known", "fixed", "replacing")
+)
 
 
 def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
-    """Yield a mistake for each key that is unknown, has a setting here, or does not work with our training loop."""
+    """Yield a mistake for each key that is unknown, has its own setting, or does not work with our training loop."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
         fix = "the stage is set with zero.stage"
@@ -26,21 +28,21 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
     for key, value in entries.items():
         name = f"zero.extra.{key}"
         if key in SETTINGS:
-            yield Mistake(name, to_text(value), "has a setting here", f"use {SETTINGS[key]} instead")
-        if key in FIXED:
+            yield Mistake(name, to_text(value), "has its own setting", f"use {SETTINGS[key]} instead")
+        if key in FIXED_KEYS:
             yield Mistake(name, to_text(value), "is fixed by our training loop", "remove it")
-        if key in UNSUPPORTED:
+        if key in UNSUPPORTED_KEYS:
             yield Mistake(name, to_text(value), "is a part of DeepSpeed that is not supported", "remove it")
-        elif "." not in key and key not in (*KNOWN, *FIXED, *SETTINGS):
-            fix = f"did you mean {close}?" if (close := find_nearest(key, KNOWN)) else "remove it"
-            yield Mistake(name, to_text(value), "DeepSpeed has no such key", fix)
+        elif "." not in key and key not in (*KNOWN_KEYS, *FIXED_KEYS, *SETTINGS):
+            fix = f"did you mean {close}?" if (close := find_nearest(key, KNOWN_KEYS)) else "remove it"
+            yield Mistake(name, to_text(value), "unknown DeepSpeed key", fix)
     if "data_types" in extra:
         problem = "makes DeepSpeed use an optimizer that checkpoints do not support"
         fix = "remove it, or set training.precision: fp32"
         yield Mistake("zero.extra.data_types", to_text(extra["data_types"]), problem, fix)
 
 
-def gathers_by_layer(config: RunConfig) -> bool:
+def gathers_per_layer(config: RunConfig) -> bool:
     """Return whether our code shards and gathers the base model per layer; DeepSpeed's engine then uses stage 2."""
     return config.zero.stage == 3 and config.zero.gather != "module" and describe_layer_gather_problem(config) is None
 
@@ -53,7 +55,7 @@ def resolve_engine_zero(config: RunConfig) -> ZeroSection:
     """
     if config.adapters and config.zero.stage == 0:
         return config.zero.model_copy(update={"stage": 1})
-    if not gathers_by_layer(config):
+    if not gathers_per_layer(config):
         return config.zero
     return config.zero.model_copy(update={"stage": 2, "offload_parameters": False})
 
@@ -61,7 +63,7 @@ def resolve_engine_zero(config: RunConfig) -> ZeroSection:
 def describe_layer_gather_problem(config: RunConfig) -> str | None:
     """Return why the base model of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
-        return "only frozen weights are gathered by layer, but all weights are trained"
+        return "per-layer gathering needs frozen weights, but all weights are trained"
     if config.lora.dora or read_initial_adapter(config).get("use_dora"):
         return "DoRA needs unpartitioned weights for its initialization"
     if config.lora.adapter_path and not Path(config.lora.adapter_path).is_dir():

@@ -23,9 +23,9 @@ _STOPPED_EARLY = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
 _STOPPED_EARLY |= {256 - signal.SIGINT, 256 - signal.SIGTERM, 256 - signal.SIGUSR1, 128 + signal.SIGUSR1}
 
 
-def exit_code_after(number: int) -> int:
+def get_signal_exit_code(signal_number: int) -> int:
     """Return 75 after SIGUSR1, which schedulers send before preemption, else 128 + signal, as in a shell."""
-    return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
+    return EXIT_PREEMPTED if signal_number == signal.SIGUSR1 else 128 + signal_number
 
 
 def is_stop_status(code: int) -> bool:
@@ -37,6 +37,6 @@ def to_exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def choose_stop_code(signals: Sequence[int], *, at_once: bool = False) -> int:
-    """Return 75 if SIGUSR1 is among the signals, else 128 + the first signal, or the last one if `at_once` is set."""
-    return EXIT_PREEMPTED if signal.SIGUSR1 in signals else 128 + signals[-1 if at_once else 0]
+def choose_stop_code(signals: Sequence[int], *, immediate: bool = False) -> int:
+    """Return 75 if SIGUSR1 is among the signals, else 128 + the first signal, or the last one if `immediate` is set."""
+    return EXIT_PREEMPTED if signal.SIGUSR1 in signals else 128 + signals[-1 if immediate else 0]

@@ -21,7 +21,7 @@ from typing import Self
 
 from trainer.config.errors import UserError
 from trainer.config.files import UnreadableFileError, parse_json
-from trainer.contract.launcher_process import ProcessMark
+from trainer.contract.launcher_process import ProcessIdentity
 from trainer.contract.rendezvous import get_host_name
 from trainer.contract.whole_files import write_json
 
@@ -46,13 +46,13 @@ class FolderLostError(UserError):
 @dataclass(frozen=True)
 class Holder:
     host: str
-    process: ProcessMark
+    process: ProcessIdentity
 
     @classmethod
-    def for_this_process(cls) -> "Holder":
-        mark = ProcessMark.read(os.getpid())
-        assert mark is not None, "/proc lacks this process"
-        return cls(get_host_name(), mark)
+    def for_current_process(cls) -> "Holder":
+        identity = ProcessIdentity.read(os.getpid())
+        assert identity is not None, "/proc lacks this process"
+        return cls(get_host_name(), identity)
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Lock:
     """Modification time of the file in nanoseconds, set by every heartbeat."""
 
     @classmethod
-    def for_this_process(cls) -> "Lock":
+    def for_current_process(cls) -> "Lock":
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(secrets.token_hex(8), since, job, restarts, (Holder.for_this_process(),))
+        return cls(secrets.token_hex(8), since, job, restarts, (Holder.for_current_process(),))
 
     def describe(self) -> str:
         if not self.holders:
@@ -107,22 +107,22 @@ class FolderLock:
         Takes over the lock if its holders are dead. Waits for a live holder that is an earlier attempt of this job or,
         under a scheduler, if `resumes` is set. Raises UserError if the folder stays locked.
         """
-        path, lock, watch = get_lock_path(run_dir), Lock.for_this_process(), _HolderWatch()
+        path, lock, monitor = get_lock_path(run_dir), Lock.for_current_process(), _HolderMonitor()
         deadline, reported = time.monotonic() + WAIT_S, ""
         while not _create(path, lock):
             held = _read_lock(path)
             if held is None:
                 continue  # just released
-            alive = watch.is_alive(held)
+            alive = monitor.is_alive(held)
             if alive is False:
                 say(f"note: output_dir={run_dir}: its last run ({held.describe()}) was killed; taking over its lock")
-                _remove(path, held.token)
+                _remove_dead_lock(path, held.token)
                 continue
             if alive and (not _should_wait(lock, held, resumes) or time.monotonic() > deadline):
                 raise _build_locked_error(run_dir, held)
-            until = f"it to end, up to {WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
+            until = f"it to exit, up to {WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
             if until != reported:
-                say(f"note: output_dir={run_dir}: held by {held.describe()}; waiting for {until}")
+                say(f"note: output_dir={run_dir}: locked by {held.describe()}; waiting for {until}")
                 reported = until
             time.sleep(POLL_S)
         return cls(run_dir, lock, owns=True)
@@ -133,12 +133,12 @@ class FolderLock:
 
         Raises FolderLostError if another run has taken over the folder.
         """
-        lock = _read_delayed(run_dir, lambda lock: bool(lock.token))
+        lock = _wait_for_lock(run_dir, lambda lock: bool(lock.token))
         if lock is None:
             return None
         if lock.token != token:
             raise _build_lost_error(run_dir, lock)
-        lock = replace(lock, holders=(lock.holders[0], Holder.for_this_process()))
+        lock = replace(lock, holders=(lock.holders[0], Holder.for_current_process()))
         write_json(get_lock_path(run_dir), asdict(lock))
         return cls(run_dir, lock, owns=False)
 
@@ -210,13 +210,13 @@ def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
         held = _read_lock(get_lock_path(run_dir))
     except OSError:
         return  # reported by later checks
-    if held is not None and held.is_alive() and not _should_wait(Lock.for_this_process(), held, resumes):
+    if held is not None and held.is_alive() and not _should_wait(Lock.for_current_process(), held, resumes):
         raise _build_locked_error(run_dir, held)
 
 
 def can_see_lock(run_dir: Path, token: str) -> bool:
     """Return whether another rank's lock is visible here, allowing for the delay of network file systems."""
-    held = _read_delayed(run_dir, lambda lock: lock.token == token)
+    held = _wait_for_lock(run_dir, lambda lock: lock.token == token)
     return held is not None and held.token == token
 
 
@@ -226,7 +226,7 @@ def describe_live_holder(run_dir: Path) -> str | None:
     return None if held is None or held.is_alive() is False else held.describe()
 
 
-class _HolderWatch:
+class _HolderMonitor:
     def __init__(self) -> None:
         self._seen: tuple[str, int] | None = None
         self._changes = 0
@@ -300,7 +300,7 @@ def _read_lock(path: Path) -> Lock | None:
         return Lock("", "", "", 0, (), beat)
 
 
-def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | None:
+def _wait_for_lock(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | None:
     """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S` seconds."""
     deadline = time.monotonic() + MAX_DELAY_S
     while True:
@@ -310,7 +310,7 @@ def _read_delayed(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | No
         time.sleep(0.2)
 
 
-def _remove(path: Path, token: str) -> None:
+def _remove_dead_lock(path: Path, token: str) -> None:
     """Remove the dead lock with this token, but not a new lock that has replaced it."""
     aside = path.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
     try:

@@ -35,8 +35,8 @@ MAX_BYTES, MAX_STEPS = 1 << 16, 2**63
 ExitCode = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 BUILD_LOCK = "an extension build's lock (`zerolora doctor` shows it)"
 """The `place` of a rank that is waiting for another process to compile an operator."""
-VERDICT_FILE = "hang.json"
-STACK_MARK = "Python stack of rank"
+HANG_FILE = "hang.json"
+STACK_PREFIX = "Python stack of rank"
 """Prefix of the line before the stack that a hung rank writes to its log."""
 
 
@@ -99,7 +99,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Hang:
+class HangReport:
     """The ranks' report on a hung run."""
 
     ranks: Annotated[list[Count], Field(min_length=1)]
@@ -107,9 +107,9 @@ class Hang:
     text: str
 
 
-def read_hang(logs: Path) -> Hang | None:
+def read_hang_report(logs: Path) -> HangReport | None:
     """Return the hang report that the ranks wrote; None if it is missing or unreadable."""
-    return read_json_or_default(logs / VERDICT_FILE, Hang)
+    return read_json_or_default(logs / HANG_FILE, HangReport)
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
@@ -136,7 +136,7 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
 
 
 def clear_heartbeats(logs: Path) -> None:
-    for path in (*logs.glob("heartbeat-*.json"), *logs.glob("error-*.json"), logs / VERDICT_FILE):
+    for path in (*logs.glob("heartbeat-*.json"), *logs.glob("error-*.json"), logs / HANG_FILE):
         path.unlink(missing_ok=True)
 
 
@@ -196,25 +196,25 @@ class HeartbeatFolder:
     def read(self) -> dict[int, Heartbeat]:
         return {rank: beat for rank, beat in read_heartbeats(self._logs).items() if rank < self._world_size}
 
-    def read_verdict(self) -> Hang | None:
+    def read_report(self) -> HangReport | None:
         """Return this run's hang report; None if no rank has written one."""
-        return read_hang(self._logs) if self._is_decided() else None
+        return read_hang_report(self._logs) if self._has_hang_report() else None
 
-    def _is_decided(self) -> bool:
+    def _has_hang_report(self) -> bool:
         """Return whether a rank has written a hang report for this run; the report may still be incomplete."""
         try:
-            return (self._logs / VERDICT_FILE).stat().st_mtime >= self._started - 1.0
+            return (self._logs / HANG_FILE).stat().st_mtime >= self._started - 1.0
         except OSError:
             return False
 
-    def write_verdict(self, verdict: Hang) -> bool:
+    def write_report(self, report: HangReport) -> bool:
         """Write the hang report; return False if another rank has already written one."""
-        path = self._logs / VERDICT_FILE
-        if not self._is_decided():
+        path = self._logs / HANG_FILE
+        if not self._has_hang_report():
             path.unlink(missing_ok=True)
         try:
             with open(path, "x") as file:
-                file.write(json.dumps(asdict(verdict)))
+                file.write(json.dumps(asdict(report)))
         except FileExistsError:
             return False
         return True

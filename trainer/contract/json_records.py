@@ -19,7 +19,7 @@ _Schema = dict[str, _Number | _Whole | None]
 
 SWEEP = "sweep.json"
 
-MARK = "zerolora-doctor: "
+RESULT_PREFIX = "zerolora-doctor: "
 """Prefix of the line of JSON in which a subprocess of `zerolora doctor` prints its results."""
 State = Literal["OK", "WARN", "FAIL"]
 
@@ -29,7 +29,7 @@ def parse_record(line: bytes, path: Path) -> Record:
     record: Record = parse_json(line, path, _Schema)
     step = record.get("step")
     if step is None or step < 0:
-        raise UnreadableFileError(path, "has a record without a step, or with a negative step")
+        raise UnreadableFileError(path, "has a record with a missing or negative step")
     return record
 
 

@@ -53,13 +53,13 @@ def build_version_warning() -> str | None:
     return f"not tested with {'; '.join(lines)}; install the versions in constraints.txt" if lines else None
 
 
-def build_api_error(library: str, what: str) -> UserError:
+def build_api_error(library: str, problem: str) -> UserError:
     """Return the error to raise if a library's private API has changed."""
     release, tested = get_release(library), KNOWN[library][-1]
     fix = f"install {library}=={tested}, the tested version"
     if release == tested:  # caused by this model or setting
         fix = "report this with the configuration of the run"
-    return UserError(f"{library} {release}: {what}, which zerolora needs; {fix}")
+    return UserError(f"{library} {release}: {problem}, but zerolora needs it; {fix}")
 
 
 def require(owner: object, name: str, library: str) -> Any:
@@ -71,8 +71,8 @@ def require(owner: object, name: str, library: str) -> Any:
         raise build_api_error(library, f"{kind} has no `{name}`") from None
 
 
-def replaces(what: str) -> Callable[[Installer], Installer]:
-    """Mark a function or class that replaces `what` in a library; trainer/patches/replacements.yaml says why."""
+def replaces(replaced: str) -> Callable[[Installer], Installer]:
+    """Mark a function or class that replaces `replaced` in a library; trainer/patches/replacements.yaml says why."""
     return lambda installer: installer
 
 

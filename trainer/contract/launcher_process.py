@@ -29,7 +29,7 @@ import psutil
 from trainer.config.files import ProcessId
 from trainer.contract.exit_codes import EXIT_FAILED
 
-VARIABLE = "ZEROLORA_LAUNCHER"
+LAUNCHER_VARIABLE = "ZEROLORA_LAUNCHER"
 ALIVE_FILE = "launcher-alive"
 ALIVE_EVERY_S = 5.0
 CHECK_EVERY_S = 1.0
@@ -41,7 +41,7 @@ PARENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 
 
 @dataclass(frozen=True)
-class ProcessMark:
+class ProcessIdentity:
     """Identifies a process uniquely across hosts."""
 
     kernel: str
@@ -51,13 +51,13 @@ class ProcessMark:
     """Start time in kernel ticks since boot."""
 
     @classmethod
-    def read(cls, pid: int) -> "ProcessMark | None":
+    def read(cls, pid: int) -> "ProcessIdentity | None":
         """Return the identity of a process on this host; None if it has exited."""
         fields = read_stat(pid)
         return None if fields is None else cls(_read_kernel_id(), pid, fields[19])
 
     @classmethod
-    def parse(cls, text: str) -> "ProcessMark | None":
+    def parse(cls, text: str) -> "ProcessIdentity | None":
         """Parse the result of `str`; return None for any other string."""
         words = text.split("/")
         return cls(words[0], int(words[1]), words[2]) if len(words) == 3 and words[1].isdigit() else None
@@ -81,10 +81,10 @@ class ProcessMark:
 
 def tie_children_to_this_process() -> None:
     """Make all processes started from now on exit when this process exits."""
-    os.environ[VARIABLE] = str(ProcessMark.read(os.getpid()))
+    os.environ[LAUNCHER_VARIABLE] = str(ProcessIdentity.read(os.getpid()))
 
 
-def keep_alive_file(logs: Path, ended: threading.Event) -> None:
+def touch_alive_file(logs: Path, ended: threading.Event) -> None:
     """Touch logs/launcher-alive, which ranks on other hosts watch, until `ended` is set; tolerate disk errors."""
     has_failed = False
     while True:
@@ -103,7 +103,7 @@ class LauncherWatch:
     """Exits this process once its launcher has exited."""
 
     def __init__(self, environment: Mapping[str, str], *, is_rank: bool) -> None:
-        self._launcher = ProcessMark.parse(environment.get(VARIABLE, ""))
+        self._launcher = ProcessIdentity.parse(environment.get(LAUNCHER_VARIABLE, ""))
         self._starter = _find_starter(environment) if is_rank else None
         self._file: Path | None = None
         self._timeout_s = 0.0
@@ -129,11 +129,11 @@ class LauncherWatch:
             return f"process {starter.pid}, which started this one, has exited"
         if self._stderr is not None and _is_closed(self._stderr):
             return "the connection to the zerolora process, which started this one, is closed"
-        if launcher is not None and not launcher.is_visible() and self._is_silent():
+        if launcher is not None and not launcher.is_visible() and self._has_stale_heartbeat():
             return f"no heartbeat of the zerolora process for {self._timeout_s:g} s (training.launcher_timeout)"
         return None
 
-    def _is_silent(self) -> bool:
+    def _has_stale_heartbeat(self) -> bool:
         if self._file is None or not self._timeout_s:
             return False
         touched = self._seen[0] if self._seen else None
@@ -172,7 +172,7 @@ def _is_closed(descriptor: int) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def _find_starter(environment: Mapping[str, str]) -> ProcessMark | None:
+def _find_starter(environment: Mapping[str, str]) -> ProcessIdentity | None:
     """Return the process of srun, mpirun, torchrun or DeepSpeed that started this rank; None if none of them did."""
     if any(name in environment for name in DAEMON_VARIABLES):
         try:
@@ -180,9 +180,9 @@ def _find_starter(environment: Mapping[str, str]) -> ProcessMark | None:
         except psutil.Error:
             return None
         if daemons:
-            return ProcessMark.read(daemons[0].pid)
+            return ProcessIdentity.read(daemons[0].pid)
     if any(name in environment for name in PARENT_VARIABLES):
-        return ProcessMark.read(os.getppid())
+        return ProcessIdentity.read(os.getppid())
     return None
 
 

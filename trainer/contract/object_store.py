@@ -16,16 +16,16 @@ from trainer.config import UserError
 from trainer.config.files import read_json_or_default
 from trainer.config.paths import get_local_copy, get_remote_url, is_remote
 
-LAST = "COMPLETE"
+COMPLETE_MARKER = "COMPLETE"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 _LOCAL_ONLY = re.compile(r"\.|logs$|lock|abandoned")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-VERSION = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
+VERSION_KEYS = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
 
 
 @contextmanager
-def open_store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the file system and path for a URL. Convert errors to UserErrors prefixed with `named` or the URL."""
+def open_store(url: str, label: str = "") -> Iterator[tuple[Any, str]]:
+    """Yield the file system and path for a URL. Convert errors to UserErrors prefixed with `label` or the URL."""
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -36,16 +36,16 @@ def open_store(url: str, named: str = "") -> Iterator[tuple[Any, str]]:
         raise
     except ImportError:
         package = PACKAGES.get(scheme, f"fsspec's package for {scheme}")
-        raise UserError(f"{named or url}: needs {package}, which is not installed; pip install {package}") from None
+        raise UserError(f"{label or url}: needs {package}, which is not installed; pip install {package}") from None
     except Exception as error:  # each store raises its own exception types
         fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
         fix = "install Hadoop's client, or use one of s3, gs, abfs, hf" if "libjvm" in str(error) else fix
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UserError(f"{named or url}: cannot be used ({reason}); {fix}") from None
+        raise UserError(f"{label or url}: cannot be used ({reason}); {fix}") from None
 
 
 def _is_not_last(name: str) -> bool:
-    return not name.endswith(LAST)
+    return not name.endswith(COMPLETE_MARKER)
 
 
 def _list_files(system: Any, root: str) -> dict[str, Any]:
@@ -60,15 +60,15 @@ def _download(system: Any, root: str, names: Iterable[str], target: Path) -> Non
         system.get_file(f"{root}/{name}" if name else root, str(target / name))
 
 
-def fetch_data(url: str, named: str) -> Path:
+def fetch_data(url: str, label: str) -> Path:
     """Return a local copy of a file or folder, downloaded again if it changed. Raises UserError if it is missing."""
     target = get_local_copy(url)
     record = target.with_name(f".{target.name}.versions")
-    with open_store(url, named) as (system, root):
+    with open_store(url, label) as (system, root):
         files = _list_files(system, root)
         if not files:
-            raise UserError(f"{named}: no such file or folder; check its name")
-        versions = {name: str([entry.get(key) for key in VERSION]) for name, entry in files.items()}
+            raise UserError(f"{label}: no such file or folder; check its name")
+        versions = {name: str([entry.get(key) for key in VERSION_KEYS]) for name, entry in files.items()}
         known = read_json_or_default(record, dict[str, str], {})
         if versions != known or not target.exists():
             record.unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def open_run(text: str) -> Path:
 def _split(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
     """Return the top-level folder of each file, and the names of the complete checkpoints."""
     tops = {name: name.partition("/")[0] for name in names}
-    return tops, {top for name, top in tops.items() if CHECKPOINT.fullmatch(top) and name == f"{top}/{LAST}"}
+    return tops, {top for name, top in tops.items() if CHECKPOINT.fullmatch(top) and name == f"{top}/{COMPLETE_MARKER}"}
 
 
 def _list_local_files(run_dir: Path) -> list[str]:

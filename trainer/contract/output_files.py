@@ -16,39 +16,39 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers report the number only in their messages
 
 
-def check_output_file(path: Path, named: str) -> None:
-    """Raise UserError, prefixed with `named`, if no file can be written at `path`."""
+def check_output_file(path: Path, label: str) -> None:
+    """Raise UserError, prefixed with `label`, if no file can be written at `path`."""
     folder = path.absolute().parent
     try:
         if path.is_dir():
-            raise UserError(f"{named}: is a folder; use a file in it, such as {path / 'result'}{path.suffix}")
+            raise UserError(f"{label}: is a folder; use a file in it, such as {path / 'result'}{path.suffix}")
         if path.exists() and not path.is_file():  # the final rename would replace it
-            raise UserError(f"{named}: is a device or a pipe; use a file")
+            raise UserError(f"{label}: is a device or a pipe; use a file")
         if not folder.is_dir():
-            raise UserError(f"{named}: its folder does not exist; create it first")
+            raise UserError(f"{label}: its folder does not exist; create it first")
         allowed = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:  # for example, the name is too long
-        raise UserError(f"{named}: {error.strerror}; use another file") from None
+        raise UserError(f"{label}: {error.strerror}; use another file") from None
     if not allowed:
-        raise UserError(f"{named}: no permission to write; use a file in another folder")
+        raise UserError(f"{label}: no permission to write; use a file in another folder")
 
 
-def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
+def check_result_file(path: Path, label: str, keys: Set[str]) -> None:
     """Call `check_output_file`; also reject an existing file unless it is a JSON object with these keys."""
-    check_output_file(path, named)
+    check_output_file(path, label)
     if not path.is_file() or not path.stat().st_size:
         return
     if not keys <= read_json_or_default(path, dict[str, Any], {}).keys():
-        raise UserError(f"{named}: already exists with other content; use another file, or remove this one")
+        raise UserError(f"{label}: already exists with other content; use another file, or remove this one")
 
 
-def check_settings_file(path: Path, named: str, *, force: bool) -> None:
+def check_settings_file(path: Path, label: str, *, force: bool) -> None:
     """Call `check_output_file`; also reject an existing file, unless `force` is set and zerolora wrote it."""
-    check_output_file(path, named)
+    check_output_file(path, label)
     if path.exists() and not force:
-        raise UserError(f"{named}: already exists; use another file, or add --force")
+        raise UserError(f"{label}: already exists; use another file, or add --force")
     if path.exists() and path.stat().st_size and not read_bytes(path).startswith(b"# zerolora train "):
-        raise UserError(f"{named}: was not written by zerolora; use another file, or remove this one")
+        raise UserError(f"{label}: was not written by zerolora; use another file, or remove this one")
 
 
 def describe_disk_error(error: BaseException) -> str | None:

@@ -1,8 +1,8 @@
 """Arguments that the launcher passes to ranks in addition to settings: the typed command and the start message.
 
 A prestarted rank imports libraries during the checks and then waits. Its standard input is a socket to the launcher.
-Rank 0 runs the checks and sends CHECKED, or exits with the checks' exit code. Once the launcher has locked the run's
-folder, it sends every rank a StartMessage.
+Rank 0 runs the checks and sends CHECKED_MESSAGE, or exits with the checks' exit code. Once the launcher has locked the
+run's folder, it sends every rank a StartMessage.
 """
 
 import base64
@@ -15,24 +15,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TYPED = "--typed"
+TYPED_OPTION = "--typed"
 """Option with the command typed by the user, for the run's record and for resuming."""
 RESUME = "training.resume_from_checkpoint"
 PRESTARTED = "--prestarted"
 """Flag for a prestarted rank, which otherwise receives only the configuration and its overrides."""
-CHECKED = b"checked\n"
+CHECKED_MESSAGE = b"checked\n"
 
 
 def encode_command(argv: Sequence[str]) -> str:
     """Encode a command as a single argument that needs no quoting in a shell."""
-    return f"{TYPED}={base64.urlsafe_b64encode(json.dumps(list(argv)).encode()).decode().rstrip('=')}"
+    return f"{TYPED_OPTION}={base64.urlsafe_b64encode(json.dumps(list(argv)).encode()).decode().rstrip('=')}"
 
 
 def get_typed_command(argv: Sequence[str]) -> list[str]:
     """Return the command typed by the user, from the launcher's argument; without that argument, `argv` itself."""
     typed = list(argv)
     for word in argv:
-        if word.startswith(f"{TYPED}="):
+        if word.startswith(f"{TYPED_OPTION}="):
             encoded = word.partition("=")[2]
             typed = json.loads(base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)))
     return [Path(typed[0]).name, *typed[1:]]

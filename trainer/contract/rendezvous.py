@@ -43,7 +43,7 @@ def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, i
                 raise ValueError(f"{rank_name}={rank}: must be below {size_name}={size}")
             return family, rank, size, local
     if "RANK" in env:
-        raise ValueError(f"RANK={env['RANK']} without WORLD_SIZE: the launcher must set both, or neither")
+        raise ValueError(f"RANK={env['RANK']}: WORLD_SIZE is missing; the launcher must set both or neither")
     return None, 0, 1, 0
 
 
@@ -64,7 +64,7 @@ def get_host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def draw_port() -> int:
+def choose_random_port() -> int:
     """Return a port that is probably free on another host."""
     return FIRST_PORT + secrets.randbelow(PORTS)
 
@@ -72,7 +72,7 @@ def draw_port() -> int:
 def find_free_port() -> int:
     """Return a free port below the ephemeral port range. Raises UserError after 100 attempts."""
     for _ in range(100):
-        port = draw_port()
+        port = choose_random_port()
         with socket.socket() as listener, suppress(OSError):  # the port is in use
             listener.bind(("", port))
             return port

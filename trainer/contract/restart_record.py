@@ -50,7 +50,7 @@ class RestartNote:
         (logs / _NOTE_FILE).unlink()
         return note
 
-    def settings(self) -> dict[str, str]:
+    def format_overrides(self) -> dict[str, str]:
         return {
             "training.batch_size": str(self.batch_size),
             "training.gradient_accumulation_steps": str(self.gradient_accumulation_steps),
@@ -91,7 +91,7 @@ class AdapterChanges:
         write_json(run_dir / "logs" / _CHANGES_FILE, asdict(self))
 
 
-def find_changed_adapters(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def apply_recorded_changes(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return `entries` with the recorded changes; keep their order if they already contain the changes."""
     changes = AdapterChanges.read(run_dir) if entries else None
     if changes is None:

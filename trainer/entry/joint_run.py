@@ -21,7 +21,7 @@ from trainer.config import LoadedConfig, UserError
 from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
-from trainer.contract.restart_record import find_changed_adapters
+from trainer.contract.restart_record import apply_recorded_changes
 from trainer.data.batches import MicroBatch, PairBatch, merge_batches
 from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
@@ -31,7 +31,7 @@ from trainer.memory.preflight import plan_memory
 from trainer.monitor.console import Output
 from trainer.monitor.display import Display
 from trainer.monitor.hooks import FinishedStep, FirstGradientCheck, Hook, StartReport
-from trainer.monitor.report.sweep_table import PAGE, read_run_results, show, write_page
+from trainer.monitor.report.sweep_table import PAGE, print_table, read_run_results, write_page
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
@@ -42,12 +42,12 @@ from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.run import Run
 from trainer.setup.build import Builder
-from trainer.setup.joining import define_task, join_ranks
+from trainer.setup.joining import build_task, join_ranks
 from trainer.setup.kinds import find_model_kind
 from trainer.step import NONFINITE, StepInFlight
 from trainer.tasks.preference import PreferenceLoss
 
-SHARED = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
+SHARED_SETTINGS = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
 """Settings of `training` that the memory estimate resolves for all adapters."""
 
 
@@ -92,7 +92,7 @@ class JointRun:
         self._folder = Path(self.config.output_dir)
         self._console = console
         self.runs: list[Run] = []
-        self._stops = False
+        self._should_stop = False
         for config, data in zip(self.config.runs, prepared.adapters, strict=True):
             quiet = apply_changes(config, {"logging.progress": "off"})
             run = Run(LoadedConfig(quiet, ()), data, ranks, console, stop, lock, verbose=verbose)
@@ -152,14 +152,14 @@ class JointRun:
         precision = resolve_precision(config.training.precision, device)
         configs = []
         for run in self.runs:
-            samples, data_ranks = count_samples(run.prepared), config.data_ranks(ranks.world_size)
+            samples, data_ranks = count_samples(run.prepared), config.count_data_ranks(ranks.world_size)
             resolved = resolve_global_batch(run.config, samples, data_ranks)
             configs.append(resolve_eval_and_save_steps(resolved, samples, data_ranks))
         steps = {resolved.training.gradient_accumulation_steps for resolved in configs}
         if len(steps) > 1:
             raise UserError(
-                f"training.global_batch_size: adapters would have {' and '.join(map(str, sorted(steps)))} micro-steps, "
-                "but need equal numbers; set training.gradient_accumulation_steps for all, and batch_size for each"
+                f"training.global_batch_size: adapters would use {' and '.join(map(str, sorted(steps)))} micro-steps, "
+                "but must use the same number; set training.gradient_accumulation_steps for all, batch_size for each"
             )
         kind = find_model_kind(config)
         longest = max(self.runs, key=lambda run: _compute_max_length(run.prepared))
@@ -168,11 +168,11 @@ class JointRun:
         for note in memory.notes:
             self.say(note)
         decided = memory.config
-        shared = {f"training.{name}": getattr(decided.training, name) for name in SHARED}
+        shared = {f"training.{name}": getattr(decided.training, name) for name in SHARED_SETTINGS}
         for run, resolved in zip(self.runs, configs, strict=True):
             run.config = apply_changes(resolved, shared | {"zero": decided.zero})
             run.device, run.precision, run.memory = device, precision, replace(memory, config=run.config)
-            run.task, run.total_steps = define_task(run.config, run.config, run.prepared, ranks, precision, run.say)
+            run.task, run.total_steps = build_task(run.config, run.config, run.prepared, ranks, precision, run.say)
             run.builder = Builder(run.config, memory.decisions, run.task, ranks, device, precision)
         decided._runs = tuple(run.config for run in self.runs)
         self._builder = Builder(decided, memory.decisions, self.runs[0].task, ranks, device, precision)
@@ -262,8 +262,8 @@ class JointRun:
         batches: list[Sequence[MicroBatch]] = [batch for batch, _ in fetched]
         # If adapters were changed, the run saves and stops, and the launcher starts it again.
         entries = list(self.config.adapters) if ranks.is_main else []
-        self._stops = bool(self._stop) or find_changed_adapters(self._folder, entries) != entries
-        requests = [[self._stops, member.run.loop.wants_save()] for member in active]
+        self._should_stop = bool(self._stop) or apply_recorded_changes(self._folder, entries) != entries
+        requests = [[self._should_stop, member.run.loop.wants_save()] for member in active]
         counts = _count_targets(batches, requests, ranks, device)
         micro_steps = len(batches[0])
         scales = (ranks.world_size * micro_steps / (counts[:, 0] + (counts[:, 0] == 0))).float()
@@ -329,11 +329,11 @@ class JointRun:
         assert isinstance(loss, TokenLoss)
         if not isinstance(loss, PreferenceLoss):
             return loss.compute_by_part(engine, merged, engine.device, [each.target_count for each in batches])
-        own, pairs = [cast(PreferenceLoss, member.run.loss) for member in active], cast(Sequence[PairBatch], batches)
-        with_reference = any(each.has_reference for each in own)
+        pairs, adapter_losses = cast(Sequence[PairBatch], batches), [cast(PreferenceLoss, m.run.loss) for m in active]
+        with_reference = any(each.has_reference for each in adapter_losses)
         measures, has_divergence = loss.measure_tokens(engine, merged, engine.device, with_reference=with_reference)
         parts = measures.split([int(batch.document_targets.sum()) for batch in pairs], dim=1)
-        triples = zip(own, parts, pairs, strict=True)
+        triples = zip(adapter_losses, parts, pairs, strict=True)
         return torch.stack([each.score_measures(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
 
     def _record(self, codes: dict[int, int]) -> None:
@@ -353,14 +353,14 @@ class JointRun:
 
     def _report(self) -> None:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
-        if self._ranks.is_main and not self._stops and not any(run.digest for run in read_sweep(self._folder)):
-            outcomes = read_run_results(self._folder)
-            show(self.say.console, outcomes)
-            if any(outcome.loss is not None for outcome in outcomes):
-                self.say(write_page(outcomes, self._folder / PAGE))
+        if self._ranks.is_main and not self._should_stop and not any(run.digest for run in read_sweep(self._folder)):
+            results = read_run_results(self._folder)
+            print_table(self.say.console, results)
+            if any(result.loss is not None for result in results):
+                self.say(write_page(results, self._folder / PAGE))
         if failed:
             raise FloatingPointError(
-                f"{len(failed)} of {len(self._members)} adapters failed: {', '.join(failed)}; the others are complete"
+                f"{len(failed)} of {len(self._members)} adapters failed: {', '.join(failed)}; the others completed"
             )
 
 

@@ -16,8 +16,8 @@ from types import FrameType
 
 from trainer.config import UserError, load_config
 from trainer.config.errors import convert_path_error
-from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
-from trainer.contract.rank_arguments import CHECKED, PRESTARTED, StartMessage, open_channel
+from trainer.contract.exit_codes import EXIT_FAILED, get_signal_exit_code
+from trainer.contract.rank_arguments import CHECKED_MESSAGE, PRESTARTED, StartMessage, open_channel
 from trainer.contract.standard_streams import open_forgiving_stream
 from trainer.data.prepared import PreparedRun
 from trainer.entry.rank import main as train
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         code, prepared = _check_run(config, overrides, int(os.environ["WORLD_SIZE"]))
         if code:
             return code
-        channel.sendall(CHECKED)
+        channel.sendall(CHECKED_MESSAGE)
     else:
         prepared = _read_model_files(config, overrides)
     with phase("wait for release"):
@@ -85,7 +85,7 @@ def _exit_on_signals() -> Iterator[None]:
     """Raise SystemExit on signals within the block, so that incomplete data is removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(exit_code_after(number))
+        raise SystemExit(get_signal_exit_code(number))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:

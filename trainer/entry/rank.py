@@ -12,7 +12,7 @@ from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, co
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.folder_lock import FolderLock, check_not_locked
 from trainer.contract.heartbeat import clear_heartbeats
-from trainer.contract.rank_arguments import TYPED
+from trainer.contract.rank_arguments import TYPED_OPTION
 from trainer.contract.rank_errors import RankError
 from trainer.contract.rendezvous import get_host_name
 from trainer.data.prepared import PreparedRun
@@ -74,7 +74,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
     """Acquire or join the lock on the run's folder on rank 0; other ranks wait unless the launcher holds the lock."""
     run_dir = Path(config.output_dir)
 
-    def take() -> FolderLock:
+    def acquire_or_join() -> FolderLock:
         lock = FolderLock.join(run_dir, token) if token else None
         if lock is None:
             resumes = config.training.resume_from_checkpoint == "auto"
@@ -85,8 +85,8 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
         return lock
 
     if token is not None:
-        return take() if ranks.is_main else None
-    return decide_on_first_rank(ranks, compute_collective_timeout(config.training), take)
+        return acquire_or_join() if ranks.is_main else None
+    return decide_on_first_rank(ranks, compute_collective_timeout(config.training), acquire_or_join)
 
 
 def _train_run(
@@ -104,8 +104,8 @@ def _train_run(
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
-    kind = JointRun if loaded.config.runs else Run
-    run = kind(loaded, prepared, ranks, console, stop, lock, verbose=arguments.verbose)
+    run_class = JointRun if loaded.config.runs else Run
+    run = run_class(loaded, prepared, ranks, console, stop, lock, verbose=arguments.verbose)
     try:
         run.train()
     except UserError as error:
@@ -155,7 +155,7 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--world-size", type=int, help="expected number of ranks")
     parser.add_argument("--lock", help="token of the launcher's lock on the output folder")
-    parser.add_argument(TYPED, help="the command typed by the user, for the run's record")
+    parser.add_argument(TYPED_OPTION, help="the command typed by the user, for the run's record")
     parser.add_argument("--verbose", action="store_true", help="show all lines before the first step")
     parser.add_argument("--console", help="file or descriptor for rank 0's console output, instead of stdout")
     parser.add_argument("--console-width", type=int)

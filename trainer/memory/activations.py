@@ -34,7 +34,7 @@ class MicroStep:
     training: TrainingSection
     reference_rows: int = 0
     """Rows of reference text; the activations of their separate forward pass are kept until the backward pass."""
-    host_room: int | None = None
+    host_memory: int | None = None
     """Bytes of host memory for offloaded activations; None: unlimited."""
 
     @property
@@ -96,19 +96,20 @@ def combine_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: floa
     training = work.training
     if not training.recompute_attention:
         layers, plain = (
-            [replace(layer, boundary=layer.boundary + layer.attention) for layer in kinds] for kinds in (layers, plain)
+            [replace(each, output_bytes=each.output_bytes + each.attention) for each in kinds]
+            for kinds in (layers, plain)
         )
     selective = training.gradient_checkpointing == "selective"
     checkpointed = training.gradient_checkpointing_layers or len(layers)
     count = 0 if selective or training.gradient_checkpointing == "none" else checkpointed
-    inputs = [layer.boundary for layer in layers[: len(layers) if selective else count]]
-    on_host = _sum_fitting_inputs(inputs, work.host_room) if training.offload_activations else 0
+    inputs = [layer.output_bytes for layer in layers[: len(layers) if selective else count]]
+    on_host = _sum_fitting_inputs(inputs, work.host_memory) if training.offload_activations else 0
     # One input is copied to or from the host while the next is computed or used.
     in_flight = min(2 * max(inputs, default=0), on_host)
     rest = sum(layer.kept for layer in layers[count:])
     kept = rest - on_host + in_flight + (0 if selective else sum(inputs))
     needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
-    needs += [larger * (layer.peak - layer.boundary) - rest for layer in plain[:count]]
+    needs += [larger * (layer.peak - layer.output_bytes) - rest for layer in plain[:count]]
     return Activations(kept, int(max(needs, default=0)), on_host)
 
 

@@ -17,10 +17,10 @@ from trainer.memory.stored_weights import (
     base_shard_size,
     base_weight_bytes,
     dequantized_expert_bytes,
+    fake_quantization_bytes,
     gathered_bytes,
     list_gathered_weights,
     resident_bytes,
-    rounded_weight_bytes,
     scale_bytes,
     shard_size,
     stored_bytes,
@@ -91,7 +91,7 @@ def estimate(
         "tables": shapes.buffers,
         "workspaces": CUBLAS_WORKSPACE + (16 * ELEMENTS_AT_ONCE if shapes.stored == "groups" else 0),
         "dequantized experts": dequantized_expert_bytes(shapes, placement),
-        "rounded weight": rounded_weight_bytes(shapes, placement),
+        "rounded weight": fake_quantization_bytes(shapes, placement),
         # Only DeepSpeed's own stage 3 allocates its bucket at the start.
         "communication buffers": bucket_bytes(shapes, placement) if by_module else 0,
     }

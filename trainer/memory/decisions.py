@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 from trainer.config import AUTO, RunConfig
 from trainer.config.checks import TILES_NO_GRAPHS, find_feature_problem
-from trainer.config.zero import describe_layer_gather_problem, gathers_by_layer, resolve_engine_zero
+from trainer.config.zero import describe_layer_gather_problem, gathers_per_layer, resolve_engine_zero
 from trainer.parallel.engine.deepspeed_engine import can_guard_on_device
 from trainer.parallel.engine.flat_adapter import describe_flat_problem
 from trainer.parallel.ranks.group import list_shard_groups
@@ -41,7 +41,7 @@ class Machine:
     """Whether mamba-ssm's scan kernels are installed."""
     hosts: tuple[str, ...] = ()
     """Host of each rank; empty if all ranks are on one host."""
-    host_room: int | None = None
+    host_memory: int | None = None
     """Bytes of host memory for a rank's offloaded tensors; None: unlimited."""
 
     @classmethod
@@ -212,7 +212,7 @@ def _choose_siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
         return Decision(False)
     if config.training.qat:
         return Decision(False, "training.qat: each projection has a separate merged weight")
-    if config.zero.stage == 3 and not gathers_by_layer(config):
+    if config.zero.stage == 3 and not gathers_per_layer(config):
         return Decision(False, "zero.gather: module gathers each adapted layer separately")
     if config.training.torch_compile:
         return Decision(False, "torch.compile traces each layer separately")
@@ -280,7 +280,7 @@ def _choose_cuda_graphs(config: RunConfig, machine: Machine) -> Decision[bool | 
 
 
 def _choose_shard_group(config: RunConfig, machine: Machine) -> Decision[int]:
-    if config.zero.stage < 3 or not gathers_by_layer(config):
+    if config.zero.stage < 3 or not gathers_per_layer(config):
         return Decision(machine.world_size)
     within = config.zero.shard_within
     groups = list_shard_groups(within, machine.hosts or ("",) * machine.world_size)
@@ -291,6 +291,6 @@ def _choose_shard_group(config: RunConfig, machine: Machine) -> Decision[int]:
 def _choose_gather(config: RunConfig) -> Decision[str]:
     if config.zero.stage < 3:
         return Decision("none")
-    if gathers_by_layer(config):
+    if gathers_per_layer(config):
         return Decision("layer")
     return Decision("module", describe_layer_gather_problem(config) or "as configured")

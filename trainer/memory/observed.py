@@ -82,7 +82,7 @@ class Layer:
     """Bytes kept for the backward pass, including the input."""
     peak: int
     """Peak bytes during forward and backward, including the input and the gradient of the output."""
-    boundary: int
+    output_bytes: int
     """Bytes of the hidden state that the layer returns."""
     attention: int = 0
     """Bytes of the outputs and log-sum-exps of attention."""
@@ -99,7 +99,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
         super().__init__()
         self._kernels, self.measuring = kernels, False
-        self.live = self.peak = self.internal = 0
+        self.live = self.peak = self.operator_bytes = 0
         self._sizes = {int(tensor.untyped_storage()._cdata): 0 for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +110,8 @@ class Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
-        self.peak, self.internal = max(self.peak, self.live), max(self.internal, self._count_internal(func, args))
+        self.peak = max(self.peak, self.live)
+        self.operator_bytes = max(self.operator_bytes, self._count_internal(func, args))
         return result
 
     def _count(self, storage: Any) -> None:
@@ -273,7 +274,7 @@ def _intercept_layers(shapes: ModelShapes, meter: Meter, layers: dict[int, Layer
 def _measure_layer(meter: Meter, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, Layer]:
     hidden = args[0] if args else kwargs["hidden_states"]
     before = meter.live
-    meter.peak, meter.internal = before, 0
+    meter.peak, meter.operator_bytes = before, 0
     leaf = torch.empty((), dtype=hidden.dtype, device="meta", requires_grad=True)
     inputs = [hidden.detach() + leaf]  # autograd would keep a leaf; popped so that no variable refers to it
     others = args[1:] if args else ()
@@ -283,10 +284,10 @@ def _measure_layer(meter: Meter, forward: Callable[..., Any], args: Any, kwargs:
         result = forward(inputs.pop(), *others, **kwargs)
     attention = _Flash.results
     output = result[0] if isinstance(result, tuple) else result
-    boundary = output.untyped_storage().nbytes()
-    kept = meter.live - before - boundary
+    output_bytes = output.untyped_storage().nbytes()
+    kept = meter.live - before - output_bytes
     torch.autograd.backward(output, torch.empty_like(output))
-    return result, Layer(kept, meter.peak - before - boundary + meter.internal, boundary, attention)
+    return result, Layer(kept, meter.peak - before - output_bytes + meter.operator_bytes, output_bytes, attention)
 
 
 def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:

@@ -38,25 +38,25 @@ class Recovery:
         self.is_updating = False
         """Whether the optimizer step has begun; a smaller micro-batch does not help then."""
 
-    def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
-        """Call `launch` and return its result; `step` counts from 1, `saved_at` is the step of the newest checkpoint.
+    def attempt(self, step: int, last_checkpoint_step: int, run_step: Callable[[], Result]) -> Result:
+        """Call `run_step` and return its result; `last_checkpoint_step` is 0 without a checkpoint.
 
         If memory runs out, raises StepOutOfMemoryError, after writing a note for the launcher if a restart can help.
         """
         self.is_updating = False
         try:
-            return launch()
+            return run_step()
         except RuntimeError as error:
             in_library = any(text in str(error) for text in _CUDA_LIBRARY_ERRORS)
             if not (isinstance(error, torch.OutOfMemoryError) or in_library):
                 raise
             try:
-                raise self._record_restart(step, saved_at) from error
+                raise self._record_restart(step, last_checkpoint_step) from error
             except UserError:
                 traceback.print_exc()  # into this rank's log, which the launcher reads
                 raise
 
-    def _record_restart(self, step: int, saved_at: int) -> UserError:
+    def _record_restart(self, step: int, last_checkpoint_step: int) -> UserError:
         """Write a restart note if a smaller micro-batch can help; return the error to raise."""
         training = self._config.training
         size, accumulation = training.batch_size, training.gradient_accumulation_steps
@@ -67,8 +67,8 @@ class Recovery:
         note.write(Path(self._config.output_dir) / "logs")
         return StepOutOfMemoryError(
             f"step {step}: out of memory with batch_size {size}; to continue manually add "
-            + " ".join(f"{name}={value}" for name, value in note.settings().items())
-            + (" training.resume_from_checkpoint=latest" if saved_at else ""),
+            + " ".join(f"{name}={value}" for name, value in note.format_overrides().items())
+            + (" training.resume_from_checkpoint=latest" if last_checkpoint_step else ""),
             EXIT_RESTART,
         )
 

@@ -72,7 +72,7 @@ class PlanChoice:
     config: RunConfig
     changes: Changes
     estimate: Estimate | None
-    refusal: str = ""
+    error: str = ""
 
     @property
     def needed(self) -> float:
@@ -166,7 +166,7 @@ class Planner:
         return next((choice.config.zero.stage for choice in choices if choice.needed <= memory), None)
 
     def find_largest_useful_batch(self, config: RunConfig) -> int:
-        global_batch, ranks = config.training.global_batch_size, config.data_ranks(self.machine.world_size)
+        global_batch, ranks = config.training.global_batch_size, config.count_data_ranks(self.machine.world_size)
         if global_batch not in (None, AUTO):
             return min(LARGEST_BATCH, max(1, global_batch // ranks))
         if self.lengths.samples:
@@ -214,7 +214,7 @@ class Planner:
         return best
 
     def _resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        samples, ranks = self.lengths.samples, config.data_ranks(self.machine.world_size)
+        samples, ranks = self.lengths.samples, config.count_data_ranks(self.machine.world_size)
         config = resolve_global_batch(config, samples, ranks)
         auto_batch = config.training.batch_size == AUTO
         if auto_batch:
@@ -243,7 +243,7 @@ class Planner:
         choices = {stage: self.try_changes(config, {"zero.stage": stage}) for stage in STAGES}
         allowed = [stage for stage, choice in choices.items() if choice.estimate is not None]
         if not allowed:
-            raise UserError(f"zero.stage=auto: {choices[CPU_STAGE].refusal}")
+            raise UserError(f"zero.stage=auto: {choices[CPU_STAGE].error}")
         return CPU_STAGE if memory is None and CPU_STAGE in allowed else allowed[-1]
 
     def build_decisions(self, config: RunConfig) -> Decisions:
@@ -252,7 +252,7 @@ class Planner:
     def build_work(self, config: RunConfig, decided: Decisions) -> MicroStep:
         training = config.training
         kernels, fused = self._build_kernels(config, decided), bool(decided.fused_head.value)
-        room = self.machine.host_room
+        room = self.machine.host_memory
         if room is not None:
             room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
         reference = _count_reference_rows(config)
@@ -266,7 +266,7 @@ class Planner:
             own_norms=decided.norms.value == "ours",
             fused_loss=fused,
             training=training,
-            host_room=room,
+            host_memory=room,
         )
 
     def _build_kernels(self, config: RunConfig, decided: Decisions) -> Kernels:

@@ -90,7 +90,7 @@ def plan_for_machine(
     kind: type[Planner], machine: Machine, config: RunConfig, prepared: PreparedRun, memory: int | None
 ) -> MemoryPlan:
     """Return the plan for GPUs with `memory` bytes each (None: CPUs). Raises UserError as `plan_memory` does."""
-    counts = count_samples(prepared), config.data_ranks(machine.world_size)
+    counts = count_samples(prepared), config.count_data_ranks(machine.world_size)
     config = resolve_global_batch(config, *counts)
     has_auto = AUTO in (config.zero.stage, config.training.batch_size)
     try:
@@ -122,7 +122,7 @@ def plan_for_machine(
     if memory is not None and estimate.needed > memory:
         problem = describe_misfit(planner, resolved, memory, "has free")
         if not resolved.training.ignore_memory_check:
-            raise UserError(f"{problem}; or training.ignore_memory_check=true")
+            raise UserError(f"{problem}; to train anyway, set training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
     return MemoryPlan(resolved, estimate, planner.build_decisions(resolved), kind, tuple(notes))
 
@@ -141,12 +141,12 @@ def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
     if not (resolved.training.offload_activations and planner.has_sequences and planner.machine.on_gpu):
         return ""
     work = planner.build_work(resolved, planner.build_decisions(resolved))
-    needed = planner.estimate_activations(replace(work, host_room=None)).on_host
+    needed = planner.estimate_activations(replace(work, host_memory=None)).on_host
     fitting = planner.estimate_activations(work).on_host
     if fitting == needed:
         return ""
-    room = f"{format_gib(fitting)} of {format_gib(needed)} per rank"
-    problem = f"training.offload_activations: host memory has room for {room}"
+    fits = f"only {format_gib(fitting)} of {format_gib(needed)} per rank fit in host memory"
+    problem = f"training.offload_activations=true: {fits}"
     return f"[yellow]warning:[/yellow] {problem}; the rest stays on the GPU"
 
 

@@ -17,12 +17,12 @@ from trainer.memory.stored_weights import ModelShapes
 from trainer.model.expert_layers import count_experts_per_token
 from trainer.monitor.mfu import PEAK_TFLOPS, TERA
 
-CARDS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
-REFERENCE_CARD = "H100"
+GPU_MEASUREMENTS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("cards.yaml")).tree
+REFERENCE_GPU = "H100"
 """GPU that provides the measurements, with a note, for GPUs without their own."""
 RECOMPUTED_FORWARD = 0.3
 """Time to recompute a layer's forward pass, as a fraction of the layer's time in a step (both without attention)."""
-SKEW = 0.0035
+STEP_TIME_STD = 0.0035
 """Standard deviation of a rank's step time, as a fraction of the mean; the slowest rank determines the step time."""
 LATENCY_S = 20e-6
 """Latency of a collective per doubling of the number of ranks."""
@@ -66,7 +66,7 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def predict_step(planner: Planner, config: RunConfig, card: str, network: float) -> tuple[StepTime, str]:
+def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network: float) -> tuple[StepTime, str]:
     """Return the step time for a configuration without `auto`, and a note on assumed values.
 
     `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError
@@ -77,11 +77,11 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     if by_module or config.zero.offload_optimizer or config.zero.offload_parameters:
         reason = "the speed of gathers by module and of offloading is not predicted"
         raise UserError(f"--network: {reason}; estimate without --network, --price and --card")
-    measured, utilization, note = _find_measured(planner, config, card)
+    measured, utilization, note = _find_measured(planner, config, gpu_name)
     work = planner.build_work(config, decided)
     accumulation, ranks = training.gradient_accumulation_steps, machine.world_size
     fraction = _compute_recomputed_fraction(config, len(planner.shapes.layers))
-    compute = _predict_compute(planner, config, work, fraction, measured, find_peak_flops(card) * utilization)
+    compute = _predict_compute(planner, config, work, fraction, measured, find_peak_flops(gpu_name) * utilization)
     gather, gathers = _predict_gathers(planner, config, measured["link"], network)
     slowed = compute + measured["interference"] * min(gather, compute)
     added = max(slowed, gather) - compute + gather / (2 * len(planner.shapes.layers))
@@ -91,24 +91,24 @@ def predict_step(planner: Planner, config: RunConfig, card: str, network: float)
     slowest_link = network if len(set(machine.hosts)) > 1 else measured["link"]
     received = planner.bytes_received(config)["gradients"]
     gradients = received / slowest_link + LATENCY_S * math.log2(ranks)
-    slowest = SKEW * math.sqrt(2 * math.log(ranks)) * compute * accumulation
+    slowest = STEP_TIME_STD * math.sqrt(2 * math.log(ranks)) * compute * accumulation
     tokens = work.rows * work.kernels.length * accumulation
     sums = [Collective("sum of the adapter's gradients", 1, received, gradients)] if received else []
     parts = (compute * accumulation, added * accumulation, exchange * accumulation, gradients, slowest)
     return StepTime(*parts, tokens, (*gathers, *exchanges, *sums)), note
 
 
-def _find_measured(planner: Planner, config: RunConfig, card: str) -> tuple[dict[str, Any], float, str]:
-    """Return the measurements for a GPU (if it has none, for REFERENCE_CARD), its utilization, and a note."""
-    measured, note = CARDS.get(card), ""
+def _find_measured(planner: Planner, config: RunConfig, gpu_name: str) -> tuple[dict[str, Any], float, str]:
+    """Return the measurements for a GPU (if it has none, for REFERENCE_GPU), its utilization, and a note."""
+    measured, note = GPU_MEASUREMENTS.get(gpu_name), ""
     if measured is None:
-        measured = CARDS[REFERENCE_CARD]
-        note = f"{card} was never measured: assumes the utilization and links of {REFERENCE_CARD}"
+        measured = GPU_MEASUREMENTS[REFERENCE_GPU]
+        note = f"{gpu_name} was never measured: assumes the utilization and links of {REFERENCE_GPU}"
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
     utilization = measured.get("experts", {}) if has_experts else measured["utilization"]
     if kind not in utilization:
-        note = note or f"{kind}{' with experts' * has_experts} was never measured on {card}"
+        note = note or f"{kind}{' with experts' * has_experts} was never measured on {gpu_name}"
     return measured, utilization.get(kind, utilization.get("bf16", measured["utilization"]["bf16"])), note
 
 
@@ -138,13 +138,13 @@ def _predict_gathers(
     planner: Planner, config: RunConfig, link: float, network: float
 ) -> tuple[float, list[Collective]]:
     traffic, accumulation = planner.bytes_received(config), config.training.gradient_accumulation_steps
-    near, far = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
-    seconds, count = max(near / link, far / network if far else 0.0), 2 * len(planner.shapes.layers)
+    local, remote = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
+    seconds, count = max(local / link, remote / network if remote else 0.0), 2 * len(planner.shapes.layers)
     if not seconds:
         return 0.0, []
     seconds += count * LATENCY_S * math.log2(planner.machine.world_size)
-    name = f"gather of a layer {'from this and other hosts' if far else 'within the host'}"
-    return seconds, [Collective(name, count * accumulation, int(near + far) // count, seconds / count)]
+    name = f"gather of a layer {'from this and other hosts' if remote else 'within the host'}"
+    return seconds, [Collective(name, count * accumulation, int(local + remote) // count, seconds / count)]
 
 
 def _predict_exchanges(
@@ -164,11 +164,11 @@ def _predict_exchanges(
     return passes * seconds, [Collective("exchange of tokens for heads", count, received // 2, seconds / 2)]
 
 
-def find_peak_flops(card: str) -> float:
+def find_peak_flops(gpu_name: str) -> float:
     """Return a GPU's peak dense 16-bit FLOP/s. Raises UserError if the GPU is unknown."""
-    if card not in PEAK_TFLOPS:
-        raise UserError(f"--card {card}: unknown; use one of {', '.join(PEAK_TFLOPS)}")
-    return PEAK_TFLOPS[card] * TERA
+    if gpu_name not in PEAK_TFLOPS:
+        raise UserError(f"--card {gpu_name}: unknown; use one of {', '.join(PEAK_TFLOPS)}")
+    return PEAK_TFLOPS[gpu_name] * TERA
 
 
 def count_flops(shapes: ModelShapes, rows: int, length: int, targets: int) -> float:

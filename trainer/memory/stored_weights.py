@@ -9,7 +9,7 @@ from trainer.patches.model_properties import ModelProperties
 
 ALLOCATION = 512
 """Granularity in bytes of torch's allocator."""
-ROUNDED_AT_ONCE = 16
+BYTES_PER_ROUNDED_WEIGHT = 16
 """Bytes per weight while a matrix is rounded (training.qat): four fp32 copies."""
 GATHERED_LAYERS = 2
 """Number of layers gathered at the same time at stage 3: the current layer and the prefetched one."""
@@ -136,12 +136,12 @@ def dequantized_expert_bytes(shapes: ModelShapes, placement: Placement) -> int:
     return max(map(sum, layers.values()), default=0)
 
 
-def rounded_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
+def fake_quantization_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes for a temporary merged weight Q(W + s B A) and the buffers for quantizing it."""
     if not placement.training.qat:
         return 0
     largest = max((weight.elements for weight in shapes.weights if weight.packable and not weight.experts), default=0)
-    return round_up(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
+    return round_up(largest * placement.element) + BYTES_PER_ROUNDED_WEIGHT * min(largest, ELEMENTS_AT_ONCE)
 
 
 def base_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:

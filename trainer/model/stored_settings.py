@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainer.config import RunConfig, UserError
-from trainer.config.zero import gathers_by_layer
+from trainer.config.zero import gathers_per_layer
 from trainer.model.stored_four_bit import FourBitFormat, parse_four_bit_format
 from trainer.model.stored_fp8 import Fp8Format, parse_fp8_format
 from trainer.parallel.engine.linear_layers import is_linear
@@ -31,7 +31,7 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
             config.training.qat is not None
         ),
         f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or set "
-        "offload_parameters: false": config.zero.offload_parameters and not gathers_by_layer(config),
+        "offload_parameters: false": config.zero.offload_parameters and not gathers_per_layer(config),
         f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: cannot read weights of {stored}; remove the "
         "setting, or use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
     }

@@ -23,7 +23,7 @@ MAX_REPEATED = 10
 """Maximum number of warnings printed again at the end of a run."""
 
 
-class _Screen:
+class _ConsoleStream:
     """A text stream to the terminal that switches to the log once writing to the terminal fails.
 
     A closed terminal, a `zerolora train` that has exited or a full disk behind `> out.txt` must not stop a run.
@@ -45,7 +45,7 @@ class _Screen:
                     break  # the log's disk is also full
                 os.close(self._fd)
                 self._fd, self._terminal = 1, False
-                unsent = b"standard output can no longer be written; training continues without it\n" + unsent
+                unsent = b"cannot write to standard output any more; training continues without it\n" + unsent
         return len(text)
 
     def flush(self) -> None:
@@ -80,19 +80,19 @@ def open_console(
     print(f"== {time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}  process {os.getpid()} ==", flush=True)
 
     if screen_fd is None:
-        return _build_console(_Screen(1, terminal=False), LOG_WIDTH)
+        return _build_console(_ConsoleStream(1, terminal=False), LOG_WIDTH)
     is_terminal = terminal or os.isatty(screen_fd)
     if width is None:
         # Query the terminal itself: rich would query descriptors 0 to 2, two of which are now the log.
         width = os.get_terminal_size(screen_fd).columns if os.isatty(screen_fd) else LOG_WIDTH
-    return _build_console(_Screen(screen_fd, terminal=is_terminal), width)
+    return _build_console(_ConsoleStream(screen_fd, terminal=is_terminal), width)
 
 
 class Output:
     """Prints a run's messages on rank 0: all messages to the log, and those that users need also to the console.
 
-    Until `is_starting` is cleared at the first step, the console shows only warnings and messages passed to `show`, or
-    all messages if `verbose` is set. A message that begins with `[yellow]` or `warning:` is a warning.
+    Until `is_starting` is cleared at the first step, the console shows only warnings and messages passed to
+    `print_always`, or all messages if `verbose` is set. Messages that begin with `[yellow]` or `warning:` are warnings.
     """
 
     def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:
@@ -109,7 +109,7 @@ class Output:
             self.warnings.append(message)
         self._print(message, on_console=is_warning or self._verbose or not self.is_starting)
 
-    def show(self, message: str) -> None:
+    def print_always(self, message: str) -> None:
         """Print a message even before the first step, unless another adapter in the same run prints it."""
         self._print(message, on_console=self.shows_start or self._verbose)
 
@@ -117,17 +117,17 @@ class Output:
         """Print the warnings again, because later output has scrolled them out of view."""
         count = len(self.warnings)
         if count:
-            self.show(f"{format_count(count, 'warning')} in this run:")
+            self.print_always(f"{format_count(count, 'warning')} in this run:")
         for message in self.warnings[:MAX_REPEATED]:
-            self.show(message)
+            self.print_always(message)
         if count > MAX_REPEATED:
-            self.show(f"... and {count - MAX_REPEATED} more, in logs/rank-0.log")
+            self.print_always(f"... and {count - MAX_REPEATED} more, in logs/rank-0.log")
 
     def _print(self, message: Any, *, on_console: bool) -> None:
         if self._name and isinstance(message, str):
             message = f"{self._name}{message}"
         screen = self.console.file
-        has_log = isinstance(screen, _Screen)
+        has_log = isinstance(screen, _ConsoleStream)
         if self._is_main and (on_console or (has_log and screen.fileno() == 1)):
             self.console.print(message, soft_wrap=True)
         # Descriptor 1 is the log. If the terminal was closed, the console has already written the message there.
@@ -148,7 +148,7 @@ def report_to_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(error)
 
 
-def _build_console(screen: _Screen | TextIO, width: int) -> Console:
+def _build_console(screen: _ConsoleStream | TextIO, width: int) -> Console:
     # Terminals of unknown size report 0 columns.
     return Console(
         file=cast(TextIO, screen),

@@ -49,7 +49,7 @@ class Hook:
     def before_step(self, step: int) -> None:
         """Called before the micro-batches of a step are fetched."""
 
-    def with_batches(self, step: int, batches: Sequence[Any]) -> None:
+    def on_batches(self, step: int, batches: Sequence[Any]) -> None:
         """Called with this rank's micro-batches for a step; called again if the step is repeated with smaller ones."""
 
     def after_launch(self, step: int) -> None:
@@ -162,11 +162,11 @@ class SpikeWatch(Hook):
 
 @replaces("the call of experts, to read its arguments")
 class ExpertLoad(Hook):
-    """Counts, on the device, the training tokens routed to each expert between calls to `values`."""
+    """Counts, on the device, the training tokens routed to each expert between calls to `compute_metrics`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [module for module in find_expert_modules(model).values() if not takes_all_tokens(module)]
-        self._visits: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
         for layer, experts in enumerate(self._experts):
             experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
 
@@ -180,24 +180,24 @@ class ExpertLoad(Hook):
         if not (experts.training and torch.is_grad_enabled()):
             return
         index = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][1]
-        visits = self._visits.get(layer)
+        visits = self._counts.get(layer)
         if visits is None:
             count = get_expert_shape(experts, DOWN)[0]
-            visits = self._visits[layer] = torch.zeros(count, dtype=torch.long, device=index.device)
+            visits = self._counts[layer] = torch.zeros(count, dtype=torch.long, device=index.device)
         flat = index.reshape(-1).long()
         visits.scatter_add_(0, flat, torch.ones_like(flat))
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        return self.values() if step.is_logged else {}
+        return self.compute_metrics() if step.is_logged else {}
 
-    def values(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Return the busiest and idlest expert's token fractions and the entropy (1: uniform), averaged over layers.
 
         A collective call: one all-reduce sums the counts of the ranks.
         """
-        if not self._visits:
+        if not self._counts:
             return {}
-        visits = [self._visits[layer] for layer in sorted(self._visits)]
+        visits = [self._counts[layer] for layer in sorted(self._counts)]
         summed = sum_over_ranks(torch.cat(visits)).split([len(counts) for counts in visits])
         fractions = [counts.double() / counts.sum().clamp(min=1) for counts in summed]
         entropies = [torch.special.entr(fraction).sum() / math.log(max(len(fraction), 2)) for fraction in fractions]

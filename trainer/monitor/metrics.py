@@ -55,7 +55,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
         except UnreadableFileError as error:
             if number < len(lines) or number == 1:
                 problem = f"line {number} is not a record of a step ({error.problem})"
-                raise UserError(f"{path}: {problem}; repair or remove that line") from None
+                raise UserError(f"{path}: {problem}; fix or remove that line") from None
     return records
 
 
@@ -108,7 +108,7 @@ class Metrics:
         if problem and not had_unwritten:
             warn(self._console, f"metrics are kept in memory until the disk has space; training continues: {problem}")
         elif had_unwritten and not problem:
-            self._console.print(f"metrics are written again; {METRICS_FILE} is complete", soft_wrap=True)
+            self._console.print(f"metrics are being written again; {METRICS_FILE} is complete", soft_wrap=True)
         self._trackers.log(step, numbers)
         self._display.print_line(step, numbers)
 
@@ -129,7 +129,7 @@ class Metrics:
     def log_image(self, step: int, name: str, image: Any) -> None:
         self._trackers.log_image(step, f"samples/{name}", image)
 
-    def progress(self, step: int, values: Mapping[str, float]) -> None:
+    def update_progress(self, step: int, values: Mapping[str, float]) -> None:
         """Update the progress bar; cheap enough for every step. Any metric may be missing from `values`."""
         self._display.update(step, values)
 

@@ -36,11 +36,11 @@ PEAK_TFLOPS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml")
 """Dense TFLOP/s by GPU name."""
 
 
-def find_peak_flops(card: str, precision: str) -> float | None:
+def find_peak_flops(gpu_name: str, precision: str) -> float | None:
     """Return the dense 16-bit FLOP/s of a GPU by name; None for an unknown GPU or 32-bit precision."""
     if precision not in ("bf16", "fp16"):
         return None
-    return next((tera * TERA for name, tera in PEAK_TFLOPS.items() if name in card), None)
+    return next((tflops * TERA for name, tflops in PEAK_TFLOPS.items() if name in gpu_name), None)
 
 
 class StepFlops:
@@ -123,7 +123,7 @@ class MfuMeter(Hook):
         peak = find_peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 
-    def with_batches(self, step: int, batches: Sequence[MicroBatch]) -> None:
+    def on_batches(self, step: int, batches: Sequence[MicroBatch]) -> None:
         self._flops_by_step[step] = self._flops.count(batches)
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:

@@ -29,7 +29,7 @@ Write = Callable[[dict[str, Any], int], object]
 
 @dataclass(frozen=True)
 class OpenRun:
-    identity: str
+    run_id: str
     """The run's ID; empty if the service needs no ID."""
     log: Write
     """Function that logs values for a step."""
@@ -49,7 +49,7 @@ class _RunRequest:
     first_step: int
 
     @property
-    def identity(self) -> str:
+    def run_id(self) -> str:
         return self.resumed_id or secrets.token_hex(16)
 
 
@@ -79,9 +79,9 @@ class Trackers:
             )
             for service in logging.report_to
         }
-        identities = {service: run.identity for service, run in self._open.items() if run.identity}
-        if identities:
-            write_json(path, recorded_ids | identities)
+        run_ids = {service: run.run_id for service, run in self._open.items() if run.run_id}
+        if run_ids:
+            write_json(path, recorded_ids | run_ids)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, run in [*self._open.items()]:
@@ -110,15 +110,15 @@ class Trackers:
 
 def _open_wandb(request: _RunRequest) -> OpenRun:
     wandb = importlib.import_module("wandb")
-    identity = request.identity
+    run_id = request.run_id
     # console=off: otherwise wandb would intercept the output to the log.
     run = wandb.init(
-        project=request.project, name=request.name, id=identity, resume="allow", dir=str(request.folder),
+        project=request.project, name=request.name, id=run_id, resume="allow", dir=str(request.folder),
         settings=wandb.Settings(console="off"), config=request.settings,
     )  # fmt: skip
     # An explicit step axis: wandb's internal step cannot go back after a resume.
     run.define_metric("*", step_metric="step")
-    return OpenRun(identity, lambda values, step: run.log({"step": step, **values}), run.finish, wandb.Image)
+    return OpenRun(run_id, lambda values, step: run.log({"step": step, **values}), run.finish, wandb.Image)
 
 
 def _open_mlflow(request: _RunRequest) -> OpenRun:
@@ -138,21 +138,21 @@ def _open_trackio(request: _RunRequest) -> OpenRun:
 
 def _open_swanlab(request: _RunRequest) -> OpenRun:
     swanlab = importlib.import_module("swanlab")
-    identity = request.identity
+    run_id = request.run_id
     run = swanlab.init(
-        project=request.project, experiment_name=request.name, id=identity, resume="allow",
+        project=request.project, experiment_name=request.name, id=run_id, resume="allow",
         logdir=str(request.folder / "swanlab"), config=request.settings,
     )  # fmt: skip
-    return OpenRun(identity, run.log, run.finish, swanlab.Image)
+    return OpenRun(run_id, run.log, run.finish, swanlab.Image)
 
 
 def _open_comet(request: _RunRequest) -> OpenRun:
     comet = importlib.import_module("comet_ml")
-    identity = request.identity
+    run_id = request.run_id
     experiment = comet.ExperimentConfig(name=request.name)
-    run = comet.start(project_name=request.project, experiment_key=identity, experiment_config=experiment)
+    run = comet.start(project_name=request.project, experiment_key=run_id, experiment_config=experiment)
     run.log_parameters(request.settings)
-    return OpenRun(identity, lambda values, step: run.log_metrics(values, step=step), run.end)
+    return OpenRun(run_id, lambda values, step: run.log_metrics(values, step=step), run.end)
 
 
 def _open_tensorboard(request: _RunRequest) -> OpenRun:

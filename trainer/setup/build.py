@@ -139,7 +139,7 @@ class Builder:
     def build_schedule(self, engine: Engine, total_steps: int) -> Any:
         return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
 
-    def build_step_parts(
+    def build_training_loss_and_watch(
         self, loss: StepLoss, engine: Engine, say: Callable[[str], None]
     ) -> tuple[StepLoss, StragglerWatch | None]:
         """Return the loss for training steps, and the straggler watch (None on a single rank).
@@ -226,7 +226,7 @@ class Builder:
             return shards.format_summary()
         if gather.value == "layer":
             alone = not dist.is_initialized() or dist.get_world_size() == 1
-            return f"base: whole on {'the only rank' if alone else 'each rank, one per host'} (zero.gather: layer)"
+            return f"base: not sharded, {'on the only rank' if alone else 'one copy per host'} (zero.gather: layer)"
         return f"base: gathered by DeepSpeed (zero.gather: module, {gather.reason})"
 
     def _plan_patches(self, shards: LayerShards | None) -> PatchPlan:

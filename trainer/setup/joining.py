@@ -37,7 +37,7 @@ def join_run(
     memory = plan_memory(find_model_kind(config).planner, config, prepared, ranks, ranks.device(), precision)
     for note in memory.notes:
         say(note)
-    return precision, memory, *define_task(config, memory.config, prepared, ranks, precision, say)
+    return precision, memory, *build_task(config, memory.config, prepared, ranks, precision, say)
 
 
 def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
@@ -46,7 +46,7 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
     timeout, token = compute_collective_timeout(config.training), lock.token if lock is not None else ""
     world = check_ranks_agree(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
     form_process_group(ranks, timeout)
-    (say.show if world.hosts > 1 else say)(world.summary)
+    (say.print_always if world.hosts > 1 else say)(world.summary)
     if (warning := known_versions.build_version_warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     resolve_precision(config.training.precision, device)
@@ -55,12 +55,12 @@ def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: Fold
     set_up_torch(config.training, device)
 
 
-def define_task(
+def build_task(
     config: RunConfig, resolved: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, say: Output
 ) -> tuple[Task, int]:
     """Build the task and print its number of steps; return both. `resolved` is the configuration without `auto`."""
-    task = find_model_kind(config).task(config)(resolved, prepared, ranks, ranks.device(), precision, say)
-    samples, data_ranks = count_samples(prepared), config.data_ranks(ranks.world_size)
+    task = find_model_kind(config).find_task_class(config)(resolved, prepared, ranks, ranks.device(), precision, say)
+    samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks.world_size)
     _print_steps(config, resolved, samples, data_ranks, say)
     total_steps = count_steps(resolved.training, samples, data_ranks)
     assert total_steps is not None  # a stream without max_steps was rejected
@@ -69,9 +69,9 @@ def define_task(
 
 def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
     if (size := original.parallel.sequence) > 1:
-        say.show(f"sequences: each is split over {size} ranks, counted as one below (parallel.sequence)")
+        say.print_always(f"sequences: each is split over {size} ranks, counted as one below (parallel.sequence)")
     warnings = list_step_warnings(resolved, samples, ranks)
-    say.show(f"steps: {describe_steps(resolved.training, samples, ranks)}")
+    say.print_always(f"steps: {describe_steps(resolved.training, samples, ranks)}")
     for warning in warnings:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
 

@@ -28,7 +28,7 @@ class LanguageKind:
     build_draft_planner = staticmethod(build_draft_planner)
     show_data = staticmethod(show_text)
 
-    task = staticmethod(find_task)
+    find_task_class = staticmethod(find_task)
 
     @staticmethod
     def has_weights(config: RunConfig) -> bool:
@@ -54,7 +54,7 @@ class ImageKind:
     show_data = staticmethod(show_images)
 
     @staticmethod
-    def task(config: RunConfig) -> type[ImageTask]:
+    def find_task_class(config: RunConfig) -> type[ImageTask]:
         return ImageTask
 
     @staticmethod
@@ -91,7 +91,7 @@ def find_adapter_kind(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
 
 
 def find_task_class(run: FinishedRun) -> type[Task]:
-    return find_adapter_kind(run).task(run.config)
+    return find_adapter_kind(run).find_task_class(run.config)
 
 
 def check_task_supports(run: FinishedRun, use: str) -> None:

@@ -70,7 +70,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
 
 def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: Console, step: int, ranks: int) -> None:
     if not isinstance(data.train, Samples):
-        raise UserError("dataset.streaming=true: the samples of a step are only known during the run; remove --step")
+        raise UserError("dataset.streaming=true: the samples of a step are not known before the run; remove --step")
     epoch, first, size = _find_step(config, len(data.train), step, ranks)
     seed, shuffle = config.seed, config.dataset.shuffle
     batches = Batches(data.train, batch_size=size, accumulation=1, rank=0, world_size=1, seed=seed, shuffle=shuffle)
@@ -86,7 +86,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
 
 def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[int, int, int]:
     """Return a step's epoch, the position of its first sample in that epoch, and its number of samples."""
-    ranks = config.data_ranks(ranks)
+    ranks = config.count_data_ranks(ranks)
     training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: is chosen when the run starts; use the run's training_config.json")

@@ -184,7 +184,7 @@ class LanguageTask(Task):
         parallel = self._config.parallel
         return {
             "rank": self._ranks.rank // parallel.sequence,
-            "world_size": self._config.data_ranks(self._ranks.world_size),
+            "world_size": self._config.count_data_ranks(self._ranks.world_size),
         }
 
     @property

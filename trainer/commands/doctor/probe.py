@@ -1,6 +1,6 @@
 """Checks of `zerolora doctor` on one machine that need torch: toolchain, GPUs, operators, model, data, memory.
 
-`python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints one line of JSON after MARK:
+`python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints JSON after RESULT_PREFIX:
 `checks` (name, state, found, fix) and `need` (bytes of host memory per rank, and of disk space).
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
-from trainer.contract.json_records import MARK, Check, State
+from trainer.contract.json_records import RESULT_PREFIX, Check, State
 
 
 def check_torch() -> Iterator[Check]:
@@ -26,10 +26,10 @@ def check_torch() -> Iterator[Check]:
         yield Check("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
         return
     if not torch.cuda.is_available():
-        has_card = shutil.which("nvidia-smi") is not None
+        has_gpu_driver = shutil.which("nvidia-smi") is not None
         fix = "install a torch build for a CUDA version no newer than the driver's (`nvidia-smi` shows it)"
-        found = f"{built}: finds no GPU" + (" although a driver is installed" if has_card else "")
-        yield Check("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
+        found = f"{built}: no GPU found" + (", although a driver is installed" if has_gpu_driver else "")
+        yield Check("torch", "FAIL" if has_gpu_driver else "WARN", found, fix if has_gpu_driver else "")
         return
     yield Check("torch", "OK", f"{built}, {format_count(torch.cuda.device_count(), 'GPU')}")
 
@@ -91,7 +91,7 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
         yield Check("weights", "FAIL" if is_offline else "WARN", f"{model}: {found}", f"hf download {model}")
 
 
-def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
+def estimate_host_resources(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
     """Return the estimated bytes of host memory per rank and of disk space, or a warning if there is no estimate.
 
     The host memory excludes the process itself; on the CPU it includes everything that would be on the GPU.
@@ -121,9 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     if config is not None:
         findings += check_inputs(config)
         if not any(finding.state == "FAIL" for finding in findings):
-            need, warning = estimate_need(config, arguments.ranks)
+            need, warning = estimate_host_resources(config, arguments.ranks)
             findings += [warning] if warning else []
-    print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings], "need": need}), flush=True)
+    print(RESULT_PREFIX + json.dumps({"checks": [asdict(finding) for finding in findings], "need": need}), flush=True)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Checks of `zerolora doctor` across all ranks: versions, clocks, folders, all-reduce.
 
 `zerolora doctor` runs them with the configured launcher: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
-Rank 0 prints one line of JSON after MARK.
+Rank 0 prints one line of JSON after RESULT_PREFIX.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
-from trainer.contract.json_records import MARK, Check
+from trainer.contract.json_records import RESULT_PREFIX, Check
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.agreement import RankReport, build_report, find_differences
 from trainer.parallel.ranks.group import (
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks = Ranks.from_environment(expected=arguments.world_size)
         form_process_group(ranks, TIMEOUT_MINUTES)
     except UserError as error:
-        print(MARK + json.dumps({"checks": [asdict(Check("ranks", "FAIL", str(error)))]}), flush=True)
+        print(RESULT_PREFIX + json.dumps({"checks": [asdict(Check("ranks", "FAIL", str(error)))]}), flush=True)
         return 1
     device = ranks.device()
     reports = gather_objects(build_report(ranks, (config or PLACEHOLDER_CONFIG).model_dump_json()))
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         ]
     findings += check_all_reduce(device)
     if ranks.is_main:
-        print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings]}), flush=True)
+        print(RESULT_PREFIX + json.dumps({"checks": [asdict(finding) for finding in findings]}), flush=True)
     leave_process_group()
     return 0
 

@@ -19,16 +19,17 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 """Formats that consist of a single file, and the suggested file name."""
 
 
-def export(run: FinishedRun, form: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `form` to `output`. Return lines to print."""
-    if form in FILES and output.is_dir():
-        raise UserError(f"{output}: is a folder, but --format {form} needs a file; use --output {output / FILES[form]}")
+def export(run: FinishedRun, format_: str, output: Path, *, dtype: str = "auto") -> list[str]:
+    """Write the run's adapter in format `format_` to `output`. Return lines to print."""
+    if format_ in FILES and output.is_dir():
+        file = output / FILES[format_]
+        raise UserError(f"{output}: is a folder, but --format {format_} needs a file; use --output {file}")
     check_output(output)
     task = find_task_class(run)
-    if form not in task.formats:
+    if format_ not in task.formats:
         known = ", ".join(task.formats)
-        raise UserError(f"--format {form}: {run.folder} is an adapter of {task.title}; use --format {known}")
-    return get_adapter_class(run).export(run, form, output, dtype=dtype)
+        raise UserError(f"--format {format_}: {run.folder} is an adapter of {task.title}; use --format {known}")
+    return get_adapter_class(run).export(run, format_, output, dtype=dtype)
 
 
 @reports_errors(RuntimeError)

@@ -12,7 +12,7 @@ from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, load_saved_tok
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
-from trainer.commands.export.servers import MERGED, build_lora_arguments, check_applicable, write_for_server
+from trainer.commands.export.servers import MERGED, build_lora_arguments, check_adapter_supported, write_for_server
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
@@ -22,14 +22,14 @@ from trainer.monitor.report.model_card import get_public_name, is_on_hub
 ADAPTER_FORMATS = ("peft", "vllm", "sglang", "gguf-lora")
 
 
-def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
+def export_adapter(run: FinishedRun, format_: str, output: Path) -> list[str]:
     """Write the adapter to `output`, a folder (gguf-lora: a file); return lines to print.
 
     Raises UserError if the target program cannot apply the adapter.
     """
     tokenizer = load_saved_tokenizer(run)  # read before anything is written
     with temporary_output(output) as folder:
-        if form == "gguf-lora":
+        if format_ == "gguf-lora":
             count = write_gguf_lora(run, folder / "adapter.gguf")
             move_into_place(folder / "adapter.gguf", output)
             return [f"A and B of {count} layers in f32", f"llama-server -m BASE.gguf --lora {output}"]
@@ -39,14 +39,14 @@ def export_adapter(run: FinishedRun, form: str, output: Path) -> list[str]:
         base = public if is_on_hub(public) else run.config.base_model
         settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
         (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if form != "peft":
-            write_for_server(folder, form, run.config.base_model, run.config.model)
+        if format_ != "peft":
+            write_for_server(folder, format_, run.config.base_model, run.config.model)
         write_files(tokenizer_files(tokenizer), folder)
         move_into_place(folder, output)
-    if form == "peft":
+    if format_ == "peft":
         return [f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"]
-    program = {"sglang": "python -m sglang.launch_server --model-path", "vllm": "vllm serve"}[form]
-    return [f"{program} {base} " + " ".join(build_lora_arguments(form, output, "NAME"))]
+    program = {"sglang": "python -m sglang.launch_server --model-path", "vllm": "vllm serve"}[format_]
+    return [f"{program} {base} " + " ".join(build_lora_arguments(format_, output, "NAME"))]
 
 
 def write_gguf_lora(run: FinishedRun, output: Path) -> int:
@@ -58,10 +58,10 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     Updates are adapter.lora.alpha / R times B A (llama.cpp's src/llama-adapter.h); all weights share one alpha.
     Raises UserError for an unsupported model or adapter, RuntimeError if tensors are missing when read back.
     """
-    check_applicable(run.folder, "gguf-lora")
+    check_adapter_supported(run.folder, "gguf-lora")
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config, "gguf-lora")
-    factors = read_factors(run.folder, run.config.base_model, run.config.model, whole_groups=False)
+    factors = read_factors(run.folder, run.config.base_model, run.config.model, complete_groups=False)
     if "lm_head" in factors and config.tie_word_embeddings:
         raise UserError(
             "--format gguf-lora: the adapter changes lm_head, which llama.cpp ties to the embedding of this model; "

@@ -60,12 +60,12 @@ class Factors:
         return Factors(self.a_RI, self.b_OR * (self.scale / scale), scale) if scale != self.scale else self
 
 
-def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: bool) -> dict[str, Factors]:
+def read_factors(folder: Path, base_model: str, section: Any, *, complete_groups: bool) -> dict[str, Factors]:
     """Read the factors of the adapter in `folder`, keyed by the layer names in the base's checkpoint.
 
     Unadapted parts of partly adapted experts get zero factors, since servers need all parts or none. With
-    `whole_groups`, the unadapted layers of a partly adapted group (q, k, v or gate, up) get them too. Raises UserError
-    for anything but low-rank factors, and for adapters on vision towers.
+    `complete_groups`, the unadapted layers of a partly adapted group (q, k, v or gate, up) get them too. Raises
+    UserError for anything but low-rank factors, and for adapters on vision towers.
     """
     config = load_model_config(base_model, section)
     model = build_empty_model(config, section)
@@ -77,9 +77,9 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
             "--format hf"
         )
     factors |= _build_missing_parts(factors, model)
-    if whole_groups:
+    if complete_groups:
         factors |= _build_missing_layers(factors, model)
-    names = _StoredNames(model)
+    names = _CheckpointNames(model)
     return {names.find(path): pair for path, pair in factors.items()}
 
 
@@ -102,9 +102,9 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
     for path, layer in adapted.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
             a, b = (tensors[f"{PREFIX}{path}.lora_{factor}.weight"] for factor in "AB")
-            scale, holder = float(layer.scaling[layer.active_adapters[0]]), path.replace(".base_layer", "")
-            if holder in experts:
-                pairs = _split_experts(holder, experts[holder], layer.parameter_name, a, b)
+            scale, experts_path = float(layer.scaling[layer.active_adapters[0]]), path.replace(".base_layer", "")
+            if experts_path in experts:
+                pairs = _split_experts(experts_path, experts[experts_path], layer.parameter_name, a, b)
                 factors |= {part: Factors(*pair, scale) for part, pair in pairs.items()}
             else:
                 factors[path] = Factors(a, b, scale)
@@ -114,15 +114,15 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
 def _build_missing_parts(factors: dict[str, Factors], model: Any) -> dict[str, Factors]:
     """Return zero factors for the unadapted parts of partly adapted experts."""
     zeros: dict[str, Factors] = {}
-    for holder, module in find_expert_modules(model).items():
-        like = next((pair for path, pair in factors.items() if path.startswith(f"{holder}.")), None)
+    for experts_path, module in find_expert_modules(model).items():
+        like = next((pair for path, pair in factors.items() if path.startswith(f"{experts_path}.")), None)
         if like is None:
             continue
         for name in list_expert_tensors(module):
             experts, *shape = get_expert_shape(module, name)
             inputs, outputs = shape if is_transposed(module) else reversed(shape)
             for part in PARTS[name]:
-                paths = [f"{holder}.{index}.{part}" for index in range(experts)]
+                paths = [f"{experts_path}.{index}.{part}" for index in range(experts)]
                 missing = [path for path in paths if path not in factors]
                 zeros |= {path: _build_zeros(like, inputs, outputs // len(PARTS[name])) for path in missing}
     return zeros
@@ -165,7 +165,7 @@ def _split_experts(path: str, module: Any, name: str, a: Tensor, b: Tensor) -> d
     }
 
 
-class _StoredNames:
+class _CheckpointNames:
     """Finds the names of the model's layers in the base's checkpoint, using transformers' weight conversion."""
 
     def __init__(self, model: Any) -> None:
@@ -188,12 +188,12 @@ class _StoredNames:
             raise _build_error(f"{path}: this checkpoint stores it as {', '.join(stored)}")
         return next(iter(stored)).removesuffix(".weight")
 
-    def _find_expert(self, holder: str, index: int, part: str) -> str:
-        if holder not in self._expert_names:
+    def _find_expert(self, experts_path: str, index: int, part: str) -> str:
+        if experts_path not in self._expert_names:
             names: dict[tuple[int, str], str] = {}
-            module = self._model.get_submodule(holder)
+            module = self._model.get_submodule(experts_path)
             for name in list_expert_tensors(module):
-                for stored in self._find_stored(f"{holder}.{name}")[1]:
+                for stored in self._find_stored(f"{experts_path}.{name}")[1]:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
                     is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))
                     if ".experts." not in stored or not is_known:
@@ -202,8 +202,8 @@ class _StoredNames:
                         assert match is not None
                         if match[2] in STORED_AS[candidate][: 2 if name == GATE_UP else None]:
                             names[int(match[1]), candidate] = stored.removesuffix(".weight")
-            self._expert_names[holder] = names
-        return self._expert_names[holder].get((index, part), f"{holder}.{index}.{part}")
+            self._expert_names[experts_path] = names
+        return self._expert_names[experts_path].get((index, part), f"{experts_path}.{index}.{part}")
 
     def _find_stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a parameter of the model, and meta tensors with its names and shapes in the checkpoint."""

@@ -39,15 +39,15 @@ STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
 
-def check_architecture(config: Any, form: str = "gguf") -> None:
+def check_architecture(config: Any, format_: str = "gguf") -> None:
     """Raise UserError unless models with this configuration (`gguf-lora`: their adapters) can be exported."""
     name = (config.architectures or ["unknown"])[0]
     fix = USE_SCRIPT
-    if form != "gguf":
+    if format_ != "gguf":
         fix = "write --format vllm, and convert that folder with llama.cpp's convert_lora_to_gguf.py"
     if name not in ARCHITECTURES:
-        raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
-    if form != "gguf":
+        raise UserError(f"--format {format_}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
+    if format_ != "gguf":
         return  # adapter files contain no positional encoding
     kind = config.rope_parameters.get("rope_type", "default")
     # llama.cpp reads frequency divisors only for this architecture.
@@ -101,7 +101,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None
     writer.close()
     written = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in GGUFReader(output).tensors}
     if any(written.get(tensor.name) != tensor.shape for tensor in stored):
-        problem = f"has {len(written)} tensors instead of {len(stored)}, or tensors of other shapes"
+        problem = f"contains {len(written)} tensors (expected {len(stored)}), or tensors of the wrong shape"
         raise RuntimeError(f"{output}: {problem}; check the disk")
     return dtype
 
@@ -152,7 +152,7 @@ def _list_stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTe
                 current = STORED_AS.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
                 kind = _choose_format(shape, current if dtype == "auto" else dtype)
-                rotary_heads = next((count for mark, count in heads.items() if mark in name), None)
+                rotary_heads = next((count for pattern, count in heads.items() if pattern in name), None)
                 stored.append(_SavedTensor(file, original, name, shape, kind, current, rotary_heads))
     return stored
 

@@ -118,10 +118,10 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
         _list_steps(state["pre_tokenizer"], "pretokenizers"),
     )
     kinds = [step["type"] for step in (*normalizers, *splitters)]
-    if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
+    if unsupported := [kind for kind in kinds if kind not in ("Prepend", "Replace", "Metaspace", "Split")]:
         raise UserError(
-            f"--format gguf: tokenizers with byte fallback that change text by {' and '.join(kinds)} are not "
-            f"supported; {USE_SCRIPT}"
+            f"--format gguf: byte-fallback tokenizers with {' and '.join(unsupported)} normalizers or pre-tokenizers "
+            f"are not supported; {USE_SCRIPT}"
         )
     adds = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
     return next((space for space in (adds, not adds) if tokenizes_chats_alike(tokenizer, space)), adds)

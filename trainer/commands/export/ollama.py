@@ -22,34 +22,34 @@ Messages = list[dict[str, str]]
 class ChatParts:
     """Text that a chat template writes around each role's turns, and in place of a missing system turn."""
 
-    around: dict[str, tuple[str, str]]
+    affixes: dict[str, tuple[str, str]]
     without_system: str
 
     def render(self, messages: Messages) -> str:
         start = "" if messages[0]["role"] == "system" else self.without_system
-        turns = [self.around[turn["role"]][0] + turn["content"] + self.around[turn["role"]][1] for turn in messages]
-        return start + "".join(turns) + self.around["assistant"][0]
+        turns = [self.affixes[turn["role"]][0] + turn["content"] + self.affixes[turn["role"]][1] for turn in messages]
+        return start + "".join(turns) + self.affixes["assistant"][0]
 
     def is_safe(self) -> bool:
         """Return whether Ollama would read all of the text literally, not as template or Modelfile syntax."""
-        texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
+        texts = [self.without_system, *(text for pair in self.affixes.values() for text in pair)]
         # A final brace would merge with the braces of the placeholder that follows.
-        return survives_quotes("".join(texts)) and not any(
+        return is_unchanged_in_quotes("".join(texts)) and not any(
             "{{" in text or '"""' in text or text[-1:] == "{" for text in texts
         )
 
     def to_go(self) -> str:
         branches: list[str] = []
-        for role in self.around:
-            before, after = self.around[role]
+        for role in self.affixes:
+            before, after = self.affixes[role]
             test = f'{{{{ if eq .Role "{role}" }}}}' if not branches else f'{{{{ else if eq .Role "{role}" }}}}'
             branches.append(f"{test}{before}{{{{ .Content }}}}{after}")
         turns = f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}"
         start = f"{{{{ if not .System }}}}{self.without_system}{{{{ end }}}}" if self.without_system else ""
-        return start + turns + self.around["assistant"][0]
+        return start + turns + self.affixes["assistant"][0]
 
 
-def survives_quotes(text: str) -> bool:
+def is_unchanged_in_quotes(text: str) -> bool:
     """Return whether Ollama reads this text unchanged between triple quotes.
 
     Ollama drops unprintable characters (such as U+00A0), and triple quotes at the end of a line terminate the text.
@@ -113,15 +113,15 @@ def _find_end_of_turn_text(tokenizer: Any) -> str | None:
     return None if token is None else str(tokenizer.convert_ids_to_tokens(token))
 
 
-def build_text_template(form: str) -> str | None:
+def build_text_template(prompt_format: str) -> str | None:
     """Return the Go template of a plain-text prompt format; None if Ollama would change it.
 
-    `form` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_format`); a system prompt is
-    followed by an empty line.
+    `prompt_format` has the placeholders `{system}` and `{prompt}` (see `records.find_prompt_format`); a system
+    prompt is followed by an empty line.
     """
-    if not survives_quotes(form) or "{{" in form:
+    if not is_unchanged_in_quotes(prompt_format) or "{{" in prompt_format:
         return None
-    return form.format(system="{{ if .System }}{{ .System }}\n\n{{ end }}", prompt="{{ .Prompt }}")
+    return prompt_format.format(system="{{ if .System }}{{ .System }}\n\n{{ end }}", prompt="{{ .Prompt }}")
 
 
 def build_modelfile(
@@ -129,29 +129,28 @@ def build_modelfile(
     tokenizer: Any,
     *,
     system_prompt: str | None,
-    form: str | None = None,
+    prompt_format: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the Modelfile for the file `gguf` in the same folder.
 
-    `form` is the plain-text prompt format (see `records.find_prompt_format`); None for the tokenizer's chat template,
-    rendered with `variables`.
+    `prompt_format` is the plain-text prompt format (see `records.find_prompt_format`); None for the tokenizer's chat
+    template, rendered with `variables`.
     """
     lines = [f"FROM ./{gguf}"]
-    parts = derive_chat_parts(tokenizer, variables) if form is None else None
-    if form is not None:
-        template = build_text_template(form)
+    parts = derive_chat_parts(tokenizer, variables) if prompt_format is None else None
+    if prompt_format is not None:
+        template = build_text_template(prompt_format)
         lines.append("# No TEMPLATE: Ollama would change it." if template is None else f'TEMPLATE """{template}"""')
     elif parts is None:
         lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses from the GGUF.")
     else:
         lines.append(f'TEMPLATE """{parts.to_go()}"""')
-    after = (
-        parts.around["assistant"][1].strip() if parts else _find_end_of_turn_text(tokenizer) if form is None else None
-    )
+    end = _find_end_of_turn_text(tokenizer) if prompt_format is None and parts is None else None
+    after = parts.affixes["assistant"][1].strip() if parts else end
     stops = dict.fromkeys([tokenizer.eos_token, after])
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
-    if system_prompt and survives_quotes(system_prompt):
+    if system_prompt and is_unchanged_in_quotes(system_prompt):
         lines.append(f'SYSTEM """{system_prompt}"""')
     elif system_prompt:
         lines.append("# No SYSTEM: Ollama would change the system prompt (unprintable characters, or quotes).")

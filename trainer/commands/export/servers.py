@@ -40,10 +40,10 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
 
     Raises UserError, before writing anything, if the server does not support the adapter.
     """
-    check_applicable(folder, server)
+    check_adapter_supported(folder, server)
     model_type = load_model_config(base_model, section).get_text_config().model_type
-    factors = read_factors(folder, base_model, section, whole_groups=server == "sglang")
-    factors = _rename_parts(factors, server, model_type)
+    factors = read_factors(folder, base_model, section, complete_groups=server == "sglang")
+    factors = _rename_expert_parts(factors, server, model_type)
     if unapplied := find_unapplied_layers(server, model_type, factors):
         raise UserError(
             f"--format {server}: {SERVER_NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
@@ -78,7 +78,7 @@ def build_lora_arguments(server: str, folder: Path, name: str) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(max_rank), *flag, "--lora-modules", adapter]
 
 
-def check_applicable(folder: Path, server: str) -> None:
+def check_adapter_supported(folder: Path, server: str) -> None:
     """Raise UserError if the adapter uses DoRA or has tensors other than A and B of linear layers."""
     settings = read_adapter_settings(folder)
     name = SERVER_NAMES[server]
@@ -96,7 +96,7 @@ def check_applicable(folder: Path, server: str) -> None:
         )
 
 
-def _rename_parts(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
+def _rename_expert_parts(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
     names: dict[str, str] = EXPERT_NAMES if server == "sglang" else {}
     if server == "vllm" and model_type in NUMBERED_IN_VLLM:
         names = EXPERT_NUMBERS

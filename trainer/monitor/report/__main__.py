@@ -5,7 +5,7 @@ import webbrowser
 from pathlib import Path
 
 from trainer.config import CommandParser, UserError, reports_errors
-from trainer.monitor.report.together import PAGE, write_comparison_page
+from trainer.monitor.report.comparison import PAGE, write_comparison_page
 from trainer.monitor.report.write import write_report
 
 
@@ -28,5 +28,5 @@ def _write_page(runs: list[Path], output: Path | None) -> Path:
     if len(runs) > 1:
         return write_comparison_page(runs, output or Path(PAGE))
     if output is not None:
-        raise UserError(f"--output {output}: only for several runs (one has RUN/report.html); remove --output")
+        raise UserError(f"--output {output}: needs several runs (one run's report is RUN/report.html); remove --output")
     return write_report(runs[0])

@@ -18,11 +18,11 @@ from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
     choose_window,
+    compute_running_mean,
     detect_batch_unit,
     extract_scores,
     extract_series,
     format_held_out_label,
-    running_mean,
 )
 
 SIDE = 1000
@@ -52,13 +52,13 @@ class Chart:
     high: float | None = None
     band: tuple[float, float] | None = None
     is_wide: bool = False
-    leading: bool = False
+    is_leading: bool = False
     """Whether this chart is at the beginning of the page, like wide charts."""
 
     @property
     def is_logarithmic(self) -> bool:
         """Whether `low` is 0, and all values are positive and span more than a factor of `SPREAD_FOR_LOG_SCALE`."""
-        values = np.concatenate([curve.line.finite().values for curve in self.curves])
+        values = np.concatenate([curve.line.drop_nan().values for curve in self.curves])
         return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
 
 
@@ -76,7 +76,7 @@ def build_charts(records: list[Record], *, deadband: float | None = None) -> lis
         built = [_build_curves(records, curve, labels) for curve in row["curves"]]
         curves = tuple(curve for curves in built for curve in curves if len(curve.line))
         is_measured = "needs" not in row or len(extract_series(records, row["needs"]))
-        if is_measured and any(len(curve.line.finite()) for curve in curves):
+        if is_measured and any(len(curve.line.drop_nan()) for curve in curves):
             band = None
             if row.get("banded") and deadband and len(target):
                 band = (100 * (target.values[-1] - deadband), 100 * (target.values[-1] + deadband))
@@ -92,7 +92,7 @@ def _build_score_charts(records: list[Record]) -> list[Chart]:
         level = Series(scores.steps, np.full_like(scores.values, base))
         label = f"adapter, {scores.values[-1]:.4g}"
         curves = Curve(level, "dashed", "orange", f"base, {base:.4g}"), Curve(scores, "line", "blue", label)
-        charts.append(Chart(name, "", (*curves, Curve(scores, "dots", "blue")), leading=True))
+        charts.append(Chart(name, "", (*curves, Curve(scores, "dots", "blue")), is_leading=True))
     return charts
 
 
@@ -103,7 +103,7 @@ def _build_curves(records: list[Record], row: dict[str, Any], labels: dict[str, 
     if name == "eval/kept_loss":
         line = Series(extract_series(records, "eval/kept_step").values[-1:], line.values[-1:])
     elif name.startswith("eval/"):
-        line = line.finite()
+        line = line.drop_nan()
     line = Series(line.steps, row.get("times", 1) * line.values)
     return _build_mean_curves(line, color, label) if kind == "mean" else (Curve(line, kind, color, label),)
 
@@ -113,21 +113,21 @@ def _build_mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...
     window = choose_window(len(line))
     if window is None:
         return (Curve(line, "line", color, label),)
-    mean = Series(line.steps, running_mean(line.values, window))
+    mean = Series(line.steps, compute_running_mean(line.values, window))
     raw = Curve(line, "pale", color, f"{label}, each record")
     return raw, Curve(mean, "line", color, f"mean of {window}")
 
 
 def render_chart(chart: Chart) -> str:
     steps = np.concatenate([curve.line.steps for curve in chart.curves])
-    values = np.concatenate([curve.line.finite().values for curve in chart.curves])
+    values = np.concatenate([curve.line.drop_nan().values for curve in chart.curves])
     low, high = float(values.min()), float(values.max())
     is_logarithmic = chart.is_logarithmic
     if not is_logarithmic:
         bounds = [bound for bound in (chart.low, chart.high, *(chart.band or ())) if bound is not None]
         low, high = min([low, *bounds]), max([high, *bounds])
-    marks = _list_powers_of_ten(low, high) if is_logarithmic else _choose_ticks(low, high)
-    bottom, top = min(low, marks[0]), max(high, marks[-1])
+    value_ticks = _list_powers_of_ten(low, high) if is_logarithmic else _choose_ticks(low, high)
+    bottom, top = min(low, value_ticks[0]), max(high, value_ticks[-1])
     first, last = float(steps.min()), float(steps.max())
 
     def x_fraction(step: float) -> float:
@@ -143,14 +143,14 @@ def render_chart(chart: Chart) -> str:
             return None, "", step, value  # a gap
         return f"{SIDE * x_fraction(step):.1f}", f"{SIDE * y_fraction(value):.1f}", step, value
 
-    ticks = [mark for mark in _choose_ticks(first, last, integral=True) if first <= mark <= last]
+    step_ticks = [mark for mark in _choose_ticks(first, last, integral=True) if first <= mark <= last]
     return render_template(
         "chart.html.jinja",
         chart=chart,
         side=SIDE,
         unit=f"{chart.unit}, by optimizer step" if chart.is_wide else chart.unit,
-        marks=[(format_number(mark), y_fraction(mark)) for mark in marks],
-        steps=[(f"{mark:,.0f}", x_fraction(mark)) for mark in ticks],
+        marks=[(format_number(mark), y_fraction(mark)) for mark in value_ticks],
+        steps=[(f"{mark:,.0f}", x_fraction(mark)) for mark in step_ticks],
         # Clip the band: a logarithmic axis has no 0.
         band=[y_fraction(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
         curves=[(curve, list(map(place, *_thin_out(curve.line)))) for curve in chart.curves],

@@ -46,7 +46,7 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def finite(self) -> "Series":
+    def drop_nan(self) -> "Series":
         is_finite = np.isfinite(self.values)
         return Series(self.steps[is_finite], self.values[is_finite])
 
@@ -62,7 +62,7 @@ def extract_series(records: list[Record], name: str) -> Series:
 def extract_scores(records: list[Record]) -> dict[str, tuple[float, Series]]:
     """Return the scores recorded for both models, as {name: (the base model's value, the adapter's series)}."""
     names = sorted({name[5:] for record in records for name in record if name.startswith("base/")})
-    pairs = {name: [extract_series(records, f"{kind}/{name}").finite() for kind in ("base", "eval")] for name in names}
+    pairs = {name: [extract_series(records, f"{key}/{name}").drop_nan() for key in ("base", "eval")] for name in names}
     return {name: (float(base.values[0]), score) for name, (base, score) in pairs.items() if len(base) and len(score)}
 
 
@@ -79,7 +79,7 @@ class HeldOutLosses:
     @classmethod
     def from_records(cls, records: list[Record]) -> "HeldOutLosses | None":
         """Return the losses, or None if fewer than two evaluations are finite."""
-        losses = extract_series(records, "eval/loss").finite()
+        losses = extract_series(records, "eval/loss").drop_nan()
         if len(losses) < 2:
             return None
         lowest = int(np.argmin(losses.values))
@@ -99,7 +99,7 @@ def detect_batch_unit(records: list[Record]) -> BatchUnit:
     return IMAGES if any("train/images" in record for record in records) else TOKENS
 
 
-def running_mean(values: Values, window: int) -> Values:
+def compute_running_mean(values: Values, window: int) -> Values:
     """Return the centered mean over `window` values (fewer at both ends), ignoring NaN."""
     is_finite = np.isfinite(values)
     kernel = np.ones(min(window, len(values)) | 1)
@@ -118,6 +118,6 @@ def format_held_out_label(records: list[Record]) -> str:
     held_out = HeldOutLosses.from_records(records)
     if held_out is None:
         return ", ".join(
-            ["held out", *(f"{loss:.3f}" for loss in extract_series(records, "eval/loss").finite().values)]
+            ["held out", *(f"{loss:.3f}" for loss in extract_series(records, "eval/loss").drop_nan().values)]
         )
     return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"

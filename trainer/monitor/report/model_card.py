@@ -83,7 +83,7 @@ def build_model_card(
     return render_template(
         "card.md.jinja",
         front=_build_front_matter(settings["adapter"], base, sources, pipeline_tag),
-        ours=MARKER,
+        marker=MARKER,
         title=name.rpartition("/")[2],
         kind="QLoRA" if settings["adapter"] == "qlora" else "LoRA",
         base=f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base,
@@ -99,11 +99,11 @@ def build_model_card(
             ("Results", groups.get("Results", [])),
             ("Environment", ran_on),
         ],
-        scores=_draw_scores(records),
+        scores=_format_score_bars(records),
     )
 
 
-def _draw_scores(records: list[Record]) -> list[str]:
+def _format_score_bars(records: list[Record]) -> list[str]:
     """Return the lines of a text bar chart of the scores between 0 and 1."""
     lines = []
     for name, (base, scores) in extract_scores(records).items():

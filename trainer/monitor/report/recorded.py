@@ -100,9 +100,9 @@ def _shorten(text: str) -> str:
     return text if is_short else f"{text[:HEAD]} … {text[-TAIL:]}"
 
 
-def _read_if_exists(path: Path, shape: Any) -> Any:
+def _read_if_exists(path: Path, type_: Any) -> Any:
     try:
-        return read_json(path, shape)
+        return read_json(path, type_)
     except FileNotFoundError:
         return None  # a report needs only the metrics
     except UnreadableFileError as error:

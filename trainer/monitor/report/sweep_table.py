@@ -16,8 +16,8 @@ from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.errors import sanitize
 from trainer.contract.json_records import SWEEP, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
+from trainer.monitor.report.comparison import MAX_RUNS, write_comparison_page
 from trainer.monitor.report.curves import Series, extract_series
-from trainer.monitor.report.together import MAX_RUNS, write_comparison_page
 
 PAGE = "sweep.html"
 TAIL_DIVISOR = 10
@@ -37,10 +37,10 @@ class RunResult:
 
 def read_run_results(folder: Path) -> list[RunResult]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no sweep record."""
-    outcomes = [_read_result(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
-    if not outcomes:
+    results = [_read_result(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
+    if not results:
         raise UserError(f"{folder}: has no {SWEEP}; pass the output_dir of a `zerolora sweep`")
-    return sorted(outcomes, key=lambda run: (run.loss is None, run.loss, run.folder.name))
+    return sorted(results, key=lambda run: (run.loss is None, run.loss, run.folder.name))
 
 
 def _read_result(folder: Path, exit_code: int | None) -> RunResult:
@@ -48,7 +48,7 @@ def _read_result(folder: Path, exit_code: int | None) -> RunResult:
         records: list[Record] = read_metrics(folder)
     except UserError:
         records = []
-    held_out, training = extract_series(records, "eval/loss").finite(), extract_series(records, "train/loss").finite()
+    held_out, training = (extract_series(records, f"{name}/loss").drop_nan() for name in ("eval", "train"))
     loss, step = None, int(training.steps[-1]) if len(training) else 0
     if len(held_out):
         best = int(np.argmin(held_out.values))
@@ -61,7 +61,7 @@ def _read_result(folder: Path, exit_code: int | None) -> RunResult:
     return RunResult(folder, held_out, training, loss, step, state)
 
 
-def show(console: Console, runs: list[RunResult]) -> None:
+def print_table(console: Console, runs: list[RunResult]) -> None:
     held_out = any(len(run.held_out) for run in runs)
     criterion = "lowest held-out loss" if held_out else "training loss, last tenth"
     table = Table("", "run", criterion, "step", "", box=None, pad_edge=False)
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
     runs = read_run_results(arguments.folder)
-    show(Console(soft_wrap=True), runs)
+    print_table(Console(soft_wrap=True), runs)
     if any(run.loss is not None for run in runs):
         print(write_page(runs, arguments.folder / PAGE))
     return 0 if all(run.state == "done" for run in runs) else 1

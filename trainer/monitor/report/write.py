@@ -72,14 +72,14 @@ def write_report(run_dir: Path) -> Path:
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
         subtitle=_format_subtitle(config, run),
         tiles=build_tiles(records, run),
-        figures=[render_chart(chart) for chart in charts if chart.is_wide or chart.leading],
+        figures=[render_chart(chart) for chart in charts if chart.is_wide or chart.is_leading],
         answers=_read_shown_answers(run_dir),
         sample_images=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
         warnings=read_warnings(run_dir, records),
         examples=read_examples(run_dir),
-        details=[render_chart(chart) for chart in charts if not (chart.is_wide or chart.leading)],
+        details=[render_chart(chart) for chart in charts if not (chart.is_wide or chart.is_leading)],
         tables=[(title, rows) for title, rows in tables if rows],
         times=_combine_short_phases(read_times(run_dir)),
         files=[name for name in FILES if (run_dir / name).exists()],
@@ -181,11 +181,11 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     rate, unit = compute_median_rate(records), detect_batch_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits
-        note_rate = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
+        note_rate = f"{rate:,.{digits}f} per rank, {ranks} ranks" if ranks > 1 else "median"
         tiles.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", note_rate))
     memory = extract_metric_values(records, "memory/peak_gib")
     if memory:
-        tiles.append(("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
+        tiles.append(("peak memory", f"{max(memory):.2f} GiB", "on rank 0"))
     steps = max(record["step"] or 0 for record in records)
     duration = timedelta(seconds=round(sum_training_seconds(records)))
     tiles.append(("time", str(duration), format_count(round(steps), "step")))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trainer.contract.launcher_process import VARIABLE, ProcessMark, read_stat
+from trainer.contract.launcher_process import LAUNCHER_VARIABLE, ProcessIdentity, read_stat
 
 # Phases with a duration that depends on data, disk and network. In other phases, a rank stops only to wait for another.
 LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", "save", "generate", "report"))
@@ -75,7 +75,7 @@ class Progress:
             return None
         self._start_has_ended = True
         now, started = time.monotonic(), _read_start(os.getpid())
-        launcher = ProcessMark.parse(os.environ.get(VARIABLE, ""))
+        launcher = ProcessIdentity.parse(os.environ.get(LAUNCHER_VARIABLE, ""))
         launched = _read_start(launcher.pid) if launcher is not None and launcher.is_visible() else started
         parts = {"command": started - launched} if launched < started else {}
         parts |= {"imports": self._seconds_before_phases(now), **self.seconds}

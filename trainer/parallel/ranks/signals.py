@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-from trainer.contract.exit_codes import exit_code_after
+from trainer.contract.exit_codes import get_signal_exit_code
 
 # If ranks received different signals, the last in this list wins: schedulers send SIGTERM some time after SIGUSR1.
 URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -34,7 +34,7 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         """Exit code: 75 after SIGUSR1, otherwise 128 + the signal's number, as in a shell."""
-        return exit_code_after(self.signal_number)
+        return get_signal_exit_code(self.signal_number)
 
     def agree_on_signal(self) -> None:
         """Agree on the most urgent signal of any rank; a collective call after the training loop and last checkpoint.

@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 
 from trainer.contract.bytecode import redirect_bytecode
-from trainer.contract.exit_codes import exit_code_after
+from trainer.contract.exit_codes import get_signal_exit_code
 from trainer.contract.home import CHECKOUT
 from trainer.contract.launcher_process import LauncherWatch
 from trainer.contract.standard_streams import open_closed_descriptors
@@ -24,7 +24,7 @@ if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
 
 def _exit_immediately(number: int, frame: FrameType | None) -> None:
     # There is nothing to save yet, and an exception during an import would look like a bug in the imported module.
-    os._exit(exit_code_after(number))
+    os._exit(get_signal_exit_code(number))
 
 
 LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)

@@ -25,7 +25,7 @@ import torch.distributed
 from trainer.config.errors import sanitize
 from trainer.config.training_sections import FIRST_STEP_FACTOR
 from trainer.contract.exit_codes import EXIT_FAILED
-from trainer.contract.heartbeat import BUILD_LOCK, STACK_MARK, Hang, Heartbeat, HeartbeatFolder
+from trainer.contract.heartbeat import BUILD_LOCK, STACK_PREFIX, HangReport, Heartbeat, HeartbeatFolder
 from trainer.contract.launcher_process import read_stat
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks
@@ -150,10 +150,10 @@ class Watchdog:
         while not self._ended.wait(self._interval_s):
             beat = self._build_heartbeat()
             self._folder.publish(beat)
-            verdict = self._folder.read_verdict() if self._timeout_s else None
-            if verdict is not None:
+            report = self._folder.read_report() if self._timeout_s else None
+            if report is not None:
                 # A rank that was stopped also gets here if it continues after the other ranks have exited.
-                self._exit(verdict, first=False)
+                self._exit(report, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._check_others(beat)
 
@@ -216,16 +216,16 @@ class Watchdog:
                 # They may wait for a rank that has failed.
                 fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
                 beats, silent = beats | fallen, silent | set(fallen)
-            verdict = describe_hang(beats, silent)
-            self._exit(verdict, first=self._folder.write_verdict(verdict))
+            report = describe_hang(beats, silent)
+            self._exit(report, first=self._folder.write_report(report))
 
-    def _exit(self, verdict: Hang, *, first: bool) -> None:
-        print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
+    def _exit(self, report: HangReport, *, first: bool) -> None:
+        print(f"{STACK_PREFIX} {self._ranks.rank}:", file=sys.stderr)
         traceback.print_stack(get_main_thread_frame(), file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        print(f"hang: {verdict.text}", file=sys.stderr, flush=True)
+        print(f"hang: {report.text}", file=sys.stderr, flush=True)
         if first:
-            os.write(self._screen, f"error: {sanitize(verdict.text)}\n".encode())
+            os.write(self._screen, f"error: {sanitize(report.text)}\n".encode())
             # A launcher terminates all ranks once the first exits, but the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
         self._folder.publish(replace(self._build_heartbeat(), exit_code=EXIT_FAILED))
@@ -264,7 +264,7 @@ def _waits_for_others(beat: Heartbeat) -> bool:
     return beat.collective is not None or (beat.phase.startswith("join") and beat.place != BUILD_LOCK)
 
 
-def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang:
+def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> HangReport:
     quiet = set(silent)
     behind = find_ranks_behind(beats, quiet)
     waiting = [beat for rank, beat in beats.items() if rank not in behind]
@@ -286,7 +286,7 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
         where = waiting[0].collective or waiting[0].phase or "nothing"
         others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{len(waiting)} other ranks wait"
         text += f"; {others} for it in {where}"
-    return Hang(behind, f"the run hangs: {text}")
+    return HangReport(behind, f"the run hangs: {text}")
 
 
 def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:

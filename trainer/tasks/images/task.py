@@ -147,7 +147,7 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
     return render_template(
         "image_card.md.jinja",
         front=yaml.safe_dump(front, sort_keys=False),
-        ours=MARKER,
+        marker=MARKER,
         title=name.rpartition("/")[2],
         base=base,
         prompts=list(config.logging.sample_prompts),

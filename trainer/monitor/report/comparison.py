@@ -26,7 +26,7 @@ from trainer.monitor.report.write import (
 PAGE = "runs.html"
 MAX_RUNS = 8
 """Maximum number of runs on a page, limited by distinguishable colors."""
-NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
+IGNORED_DIFFERENCES = ("output_dir", "logging.run_name")
 HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
 
@@ -126,7 +126,7 @@ def _list_differences(runs: Sequence[RunData]) -> list[list[str]]:
     rows = []
     for name in names:
         values = [format_value(values_by_name[name]) if name in values_by_name else "" for values_by_name in settings]
-        if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
+        if len(set(values)) > 1 and name not in IGNORED_DIFFERENCES:
             rows.append([name, *values])
     return rows
 
