@@ -21,7 +21,7 @@ from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.json_records import MAX_METRICS_BYTES, Record, parse_record
 from trainer.contract.whole_files import write_text_atomic
 
-JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
+JOB_FILE, JOB_ID_PATTERN = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
 # Any of these identifies the folder of a run, or of a job that has not started.
 RUN_FILES = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
 COMMENT = "zerolora "
@@ -37,7 +37,7 @@ def status(
     target: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A SLURM job ID, or the folder of a run.")],
 ) -> None:
     """Show state, step, loss, speed and remaining time of a job or a run."""
-    if JOB.fullmatch(target):
+    if JOB_ID_PATTERN.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
             raise UserError(f"job {target}: unknown to SLURM, which forgets old jobs; pass the folder of its run")
@@ -75,7 +75,7 @@ def read_job_id(run: Path) -> str:
         number = read_text(run / "logs" / JOB_FILE).strip()
     except (FileNotFoundError, UnreadableFileError):
         return ""
-    return number if JOB.fullmatch(number) else ""
+    return number if JOB_ID_PATTERN.fullmatch(number) else ""
 
 
 def read_job(number: str) -> list[dict[str, str]]:
@@ -165,7 +165,7 @@ def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) ->
         return f"{state}, rank {slowest.rank} at {slowest.describe_position()}"
     silence_s = time.time() - max(beat.time for beat in beats)
     if silence_s > RECENT_S:
-        return f"silent for {_format_duration(silence_s)}"
+        return f"no heartbeat for {_format_duration(silence_s)}"
     hosts = ", ".join(sorted({beat.host for beat in beats}))
     return f"running on {hosts}, rank {slowest.rank} at {slowest.describe_position()}"
 

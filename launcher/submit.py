@@ -15,7 +15,7 @@ import typer
 
 from launcher.status import COMMENT
 from launcher.supervision.terminal import say
-from launcher.targets.local import SAFE_PATH
+from launcher.targets.local import SAFE_PATH_VARIABLES
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.contract.home import HOME
@@ -58,8 +58,8 @@ def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
     limit_s = parse_time_limit(time)
     if limit_s is not None and limit_s < grace + SIGNAL_LEAD_S + MIN_TRAINING_S:
         raise UserError(
-            f"--time {time}: is {limit_s} s, of which {grace} (--grace) and up to {SIGNAL_LEAD_S} more are for saving, "
-            f"so no step would complete; use --time {-(-(grace + 600) // 60)} or a smaller --grace"
+            f"--time {time}: leaves no time for a step: of {limit_s} s, {grace} (--grace) and up to {SIGNAL_LEAD_S} "
+            f"more are for saving; use --time {-(-(grace + 600) // 60)} or a smaller --grace"
         )
 
 
@@ -166,8 +166,8 @@ def submit(
 def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
     if shutil.which("sbatch") is None:
         raise UserError("zerolora submit: sbatch is missing; run this on the cluster's login node, or add --dry-run")
-    # SAFE_PATH is only for our own processes: users' scripts may import modules next to them.
-    environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
+    # SAFE_PATH_VARIABLES is only for our own processes: users' scripts may import modules next to them.
+    environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH_VARIABLES}
     missing = [path for path in (*files, *script.parents) if not path.exists()]
     previous = {path: path.read_bytes() for path in files if path.exists()}
     try:

@@ -783,7 +783,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
         (
             "trl sft --model_name_or_path m --dataset_name d --learning_rate=",
-            "--learning_rate: has no value; write one",
+            "--learning_rate: missing value after the =",
         ),
         (
             "trl sft --model_name_or_path m --dataset_name d -seed 5",
@@ -794,8 +794,8 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
             "trl sft --model_name_or_path m --dataset_name d --load_in_4bit",
             "--load_in_4bit: quantized weights cannot be",
         ),
-        ("trl sft --model_name_or_path m --dataset_name d --config", "--config: has no value; add a file after it"),
-        ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; add one after it"),
+        ("trl sft --model_name_or_path m --dataset_name d --config", "--config: missing value; pass a configuration"),
+        ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: missing value; add it after the option"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is also set"),
     ],
 )

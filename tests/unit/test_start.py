@@ -197,7 +197,7 @@ def test_a_rank_that_is_stopped_before_the_checks_are_done_is_named(folder: Path
         ranks[0].suspend()
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    line = f"the run failed during its checks: the run hangs: rank 0 on {HOST} is stopped (SIGSTOP, or a"
+    line = f"the run failed during its checks: the run is hung: rank 0 on {HOST} is stopped (SIGSTOP, or a"
     assert err.splitlines()[-1].startswith(line), err
     assert_gone(ranks)
     assert not (folder / "halted").exists()

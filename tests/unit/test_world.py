@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan import LaunchRequest, plan
+from launcher.plan import LaunchRequest, plan_launch
 from trainer.config import RunConfig, UserError, compute_collective_timeout
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.rendezvous import describe_port_problem, find_free_port, get_host_name
@@ -130,7 +130,7 @@ def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatc
         listener.bind(("", port))
         listener.listen()
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on this host .Address already in use"):
-            plan(LaunchRequest(master_port=port), Path())
+            plan_launch(LaunchRequest(master_port=port), Path())
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on {get_host_name()} "):
             timeout = compute_collective_timeout(config.training)
             check_ranks_agree(Ranks(0, 2, 0), config.model_dump_json(), Path(config.output_dir), timeout)

@@ -286,7 +286,7 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
         where = waiting[0].collective or waiting[0].phase or "nothing"
         others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{len(waiting)} other ranks wait"
         text += f"; {others} for it in {where}"
-    return Hang(behind, f"the run hangs: {text}")
+    return Hang(behind, f"the run is hung: {text}")
 
 
 def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:
