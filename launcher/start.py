@@ -61,9 +61,11 @@ def start(
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     check_not_locked(run_dir, resumes=resumes)
     print_progress(f"zerolora {get_version()}: {arguments[0]}")
-    from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
+    from trainer.checkpoint.output_folder import (
+        check_inputs_and_output,  # imports numpy, which other commands do not need
+    )
 
-    check_early(loaded.config)
+    check_inputs_and_output(loaded.config)
     terminal_fd = share_stdout()
     with PrestartedRanks.start(command) if remote is None else nullcontext() as prestarted:
         slots = RankSlots(request, logs, build)

@@ -30,7 +30,7 @@ from launcher.targets.hostfile import read_hostfile
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import Allocation
 from tests.any_input import assert_a_line, or_refused, tries
-from trainer.checkpoint.output_folder import check_early
+from trainer.checkpoint.output_folder import check_inputs_and_output
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, sanitize
 from trainer.contract.folder_lock import Lock, check_not_locked, describe_live_holder
@@ -180,7 +180,7 @@ def read_everything(run: Path, name: str) -> None:
         lambda: read_sweep(run),
         lambda: read_run_results(run),
         lambda: read_hostfile(run / "hostfile"),
-        lambda: check_early(config.model_copy(update={"output_dir": str(run)})),
+        lambda: check_inputs_and_output(config.model_copy(update={"output_dir": str(run)})),
         lambda: Attempts._read_global_batch(_attempts_in(run)),
     ]
     if not name.startswith("logs/") or name == "logs/restarts.json":

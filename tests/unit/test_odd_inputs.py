@@ -523,7 +523,7 @@ def test_a_file_for_the_runs_of_a_tier_is_refused(tmp_path: Path, capsys: pytest
 def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "adapter_config.json").unlink()
-    with pytest.raises(UserError, match=r"has no adapter_config.json, because the run did not finish or the file was"):
+    with pytest.raises(UserError, match=r"adapter_config.json is missing: the run did not finish, or the file was"):
         find_run(run)
     with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
         find_run(run / "adapter_model.safetensors")
@@ -696,7 +696,10 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
             r"^output_dir=s3:/bucket/x: has one slash after s3:, but URLs have two; ",
         ),
         (["dataset.path=s3:/bucket/x"], r"dataset.path=s3:/bucket/x: has one slash after s3:"),
-        (["output_dir=gone/../run"], r"^output_dir=gone/../run: gone does not exist, so .. after it leads nowhere"),
+        (
+            ["output_dir=gone/../run"],
+            r"^output_dir=gone/../run: gone does not exist, so .. after it cannot be resolved",
+        ),
         (["dataset.train_on=all,user"], r"^dataset.train_on=\[all, user\]: all includes every role; keep one"),
         (["dataset.mix={path: a}", "dataset.path=null"], r"^dataset.mix={path: a}: must be a list of [^\n]*$"),
     ],

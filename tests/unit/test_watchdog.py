@@ -28,7 +28,7 @@ from trainer.contract.heartbeat import (
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (
-    WorkDetector,
+    ActivityDetector,
     find_collective,
     find_location,
     get_main_thread_frame,
@@ -152,7 +152,7 @@ def test_a_rank_without_heartbeats_is_behind_and_reported_with_its_host() -> Non
     assert reported.text == (
         "the run is hung: rank 1 has sent no heartbeat since it was started: it is stopped, or its host is "
         "down; rank 2 has sent no heartbeat since it was started: it is stopped, or its host is down; rank 0 waits "
-        "for it in join/meet"
+        "for them in join/meet"
     )
 
 
@@ -301,7 +301,7 @@ def test_work_is_distinguished_from_waiting() -> None:
 def _tell_work_from_waiting() -> None:
     """Look as the watchdog does: from its own thread, so that its own work does not count."""
     with ThreadPoolExecutor(max_workers=1) as watchdog:
-        work = watchdog.submit(WorkDetector).result()
+        work = watchdog.submit(ActivityDetector).result()
 
         def has_progressed() -> bool:
             return watchdog.submit(work.has_progressed).result()

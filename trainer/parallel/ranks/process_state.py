@@ -70,7 +70,7 @@ def read_recorded_collectives() -> tuple[str | None, int | None]:
     return None, None
 
 
-class WorkDetector:
+class ActivityDetector:
     """Detects whether this process and its children have computed, read or written since the last check.
 
     Such activity shows progress within long library calls (tokenizing, reading weights, writing a checkpoint). A
