@@ -112,7 +112,7 @@ def submit(
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs per node, each with one rank; 0 for CPU ranks.")] = 8,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="CPU ranks per node.")] = None,
     cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores per rank.")] = None,
-    time: Annotated[str, typer.Option(help="Time limit of one start; the job is then requeued.")] = "24:00:00",
+    time: Annotated[str, typer.Option(help="Time limit of one attempt; the job is then requeued.")] = "24:00:00",
     grace: Annotated[int, typer.Option(min=1, max=MAX_GRACE_S, help="Seconds reserved for saving.")] = 300,
     partition: Annotated[str | None, typer.Option(help="SLURM's partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM's account.")] = None,

@@ -231,9 +231,8 @@ def read_prompt(t: Translation, kind: dict[str, str], location: str) -> dict[str
     head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
     head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))
     if "field_system" in kind and "system_prompt" not in kind:
-        t.note_unsupported(
-            location, "field_system: system messages in records are not supported; use {field} in template"
-        )
+        problem = "system messages in records are not supported; use {field} in template"
+        t.note_unsupported(location, f"field_system: {problem}")
     with_input = head + kind.get("format", "{instruction} {input} ")
     without = head + kind.get("no_input_format", "{instruction} ")
     fields = {name: names[name] for name in ("instruction", "input") if names[name] != name}

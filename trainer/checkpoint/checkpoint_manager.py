@@ -180,9 +180,8 @@ class CheckpointManager:
         """
         self._folder.check()
         self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._abandoned)
-        for checkpoint in list(
-            list_surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)
-        ):
+        limit = self._config.training.save_total_limit
+        for checkpoint in list(list_surplus_checkpoints(self._run_dir, limit, protect)):
             shutil.rmtree(checkpoint)
         self._upload()
 

@@ -104,9 +104,8 @@ def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
     """Print a note if the base model has layers above the adapter's last layer."""
     header, _, _ = read_safetensors_header(folder / ADAPTER[0])
     last = max((int(match[1]) for name in header if (match := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
-    layers = read_json_or_default(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get(
-        "num_hidden_layers", 0
-    )
+    config = read_json_or_default(Path(base_model).expanduser() / "config.json", dict[str, Any], {})
+    layers = config.get("num_hidden_layers", 0)
     if isinstance(layers, int) and 0 <= last < layers - 1:
         unchanged = f"has {layers} layers, but the adapter only {last + 1}; the other layers are unchanged"
         print(f"note: base_model={base_model}: {unchanged}", file=sys.stderr)
@@ -144,10 +143,8 @@ def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
 
 
 def load_saved_tokenizer(run: FinishedRun) -> Any:
-    section = run.config.model.model_copy(
-        update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
-    )
-    return load_tokenizer(str(run.folder), section)
+    update = {"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
+    return load_tokenizer(str(run.folder), run.config.model.model_copy(update=update))
 
 
 def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:

@@ -250,7 +250,7 @@ def _read_initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
             return {}
         folder = cached.parent
     saved = read_adapter_settings(folder)
-    settings = {ours: saved[theirs] for theirs, ours in PEFT_NAMES.items() if theirs in saved}
+    settings = {setting: saved[name] for name, setting in PEFT_NAMES.items() if name in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")
     return {name: (value or [] if name in lists else value) for name, value in settings.items()}
 

@@ -166,9 +166,8 @@ class RunFolder:
                 self._write_card(result)
                 record_result(self.path, move_result_into_place(self.path), identity)
         if failures:
-            raise SaveError(
-                f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint contains it"
-            )
+            problem = f"the result was not written: {failures[0]}; the newest checkpoint contains it"
+            raise SaveError(f"{self.path}: {problem}")
 
     def restore_record(self) -> None:
         """Check that the folder still belongs to this run, and rewrite the record if it is missing."""

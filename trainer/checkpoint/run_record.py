@@ -48,9 +48,8 @@ def find_run_dir(folder: Path) -> Path:
         raise UserError(f"{folder}: {problem}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        raise UserError(
-            f"{folder}: is not the folder of a run, because it has no {CONFIG}; pass the output_dir of a run"
-        )
+        problem = f"is not the folder of a run, because it has no {CONFIG}"
+        raise UserError(f"{folder}: {problem}; pass the output_dir of a run")
     return run_dir
 
 

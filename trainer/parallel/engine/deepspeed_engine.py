@@ -32,10 +32,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         return "fp32" if precision == "auto" else precision
     has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     if precision == "bf16" and not has_bf16:
-        name = torch.cuda.get_device_name(device)
-        raise UserError(
-            f"training.precision=bf16: {name} does not support it (requires compute capability 8.0); use auto or fp16"
-        )
+        problem = f"{torch.cuda.get_device_name(device)} does not support it (requires compute capability 8.0)"
+        raise UserError(f"training.precision=bf16: {problem}; use auto or fp16")
     if precision == "auto":
         return "bf16" if has_bf16 else "fp16"
     return precision

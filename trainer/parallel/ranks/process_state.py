@@ -116,9 +116,8 @@ def read_free_host_memory() -> float:
         limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         for folder in (root / path.lstrip("/"), root):
             with suppress(OSError, ValueError):  # no limit here, or "max"
-                free.append(
-                    float((folder / f"memory.{limit}").read_text()) - float((folder / f"memory.{used}").read_text())
-                )
+                limit_bytes = float((folder / f"memory.{limit}").read_text())
+                free.append(limit_bytes - float((folder / f"memory.{used}").read_text()))
     return max(min(free), 0.0) / GIB
 
 
