@@ -30,6 +30,7 @@ OFF_VALUES = ("false", "no", "off", "none", "null")
 # Types of values, bounded so that arithmetic neither overflows nor produces NaN.
 Text = Annotated[str, BeforeValidator(partial(parse_value, str))]
 WholeNumber = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
+ZeroStage = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(0), Le(3)]
 LONGEST_TIMEOUT_MINUTES = 1e6
 _Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
 Number = _Float | WholeNumber
@@ -45,7 +46,7 @@ Strategy = Annotated[
 ]
 KINDS = {
     "flag": bool, "whole": WholeNumber, "number": Number, "steps": Steps, "text": Text, "names": Names,
-    "flag-or-text": bool | Text, "strategy": Strategy, "minutes": Minutes,
+    "flag-or-text": bool | Text, "strategy": Strategy, "minutes": Minutes, "zero-stage": ZeroStage,
 }  # fmt: skip
 
 

@@ -493,7 +493,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
         ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: has no effect without a model and data"),
         ("status none", "none: is neither a job ID nor the folder of a run; pass a run's output_dir"),
-        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is a single value (a list); write several"),
+        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is a single value (a list); pass several"),
         ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot ''; use 0 to 1"),
         (
             "config d.jsonl",
