@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from launcher.job_starts import RESUME_AUTO
+from launcher.job_attempts import RESUME_AUTO
 from launcher.supervision.terminal import say
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.yaml_core import parse_yaml, read_text
@@ -20,7 +20,7 @@ from trainer.contract.restart_record import AdapterChanges, apply_recorded_chang
 def adapters(
     action: Annotated[str, typer.Argument(metavar="add|remove", help="What to do.")],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a run with adapters.")],
-    what: Annotated[str, typer.Argument(metavar="FILE|NAME", help="YAML file to add, or adapter name to remove.")],
+    target: Annotated[str, typer.Argument(metavar="FILE|NAME", help="YAML file to add, or adapter name to remove.")],
 ) -> None:
     """Add adapters to a run that trains several, or remove one. An active run saves, then resumes with the change."""
     run, added = run.absolute(), list[dict[str, Any]]()
@@ -28,7 +28,7 @@ def adapters(
     if changes is None:
         raise UserError(f"{run}: is not a run with several adapters; pass the output_dir of such a run")
     if action == "add":
-        tree = parse_yaml(Path(what), read_text(Path(what))).tree
+        tree = parse_yaml(Path(target), read_text(Path(target))).tree
         added = tree.get("adapters") or [tree]
     elif action != "remove":
         raise UserError(f"zerolora adapters {action}: unknown action; use add or remove")
@@ -36,19 +36,19 @@ def adapters(
     path, *settings = changes.arguments
     current = apply_recorded_changes(run, load_config(path, settings).config.adapters)
     known = [entry["name"] for entry in current]
-    names = {str(entry.get("name")) for entry in added} or {what}
+    names = {str(entry.get("name")) for entry in added} or {target}
     if action == "add" and (taken := names & {*known}):
-        raise UserError(f"{what}: {run} already has an adapter {min(taken)}; use another name")
-    if action == "remove" and (what not in known or len(known) == 1):
-        problem = "the only one; stop the run instead" if what in known else f"unknown; use one of {', '.join(known)}"
-        raise UserError(f"zerolora adapters remove {what}: {problem}")
+        raise UserError(f"{target}: {run} already has an adapter {min(taken)}; use another name")
+    if action == "remove" and (target not in known or len(known) == 1):
+        problem = "the only one; stop the run instead" if target in known else f"unknown; use one of {', '.join(known)}"
+        raise UserError(f"zerolora adapters remove {target}: {problem}")
     if action == "add":  # prepare only the new adapters: an active run replaces the other adapters' checkpoints
         load_config(path, [*settings, f"adapters={json.dumps(current + added)}"])
         options = [*settings, f"adapters={json.dumps(added)}", RESUME_AUTO, "output.overwrite=false"]
         if code := subprocess.run([sys.executable, "-m", "launcher.cli", "prepare", path, *options]).returncode:
             raise typer.Exit(code)
     others = [entry for entry in changes.added if entry["name"] not in names]
-    removed = changes.removed if action == "add" else [*changes.removed, what]
+    removed = changes.removed if action == "add" else [*changes.removed, target]
     changes = replace(changes, added=others + added, removed=removed)
     changes.write(run)
     say(f"{run}: will {action} {', '.join(sorted(names))} after the current step, or when the run resumes")

@@ -14,7 +14,7 @@ from rich.console import Console
 from launcher.adapters import adapters
 from launcher.doctor.command import doctor
 from launcher.importing.command import import_
-from launcher.job_starts import build_resume_settings
+from launcher.job_attempts import build_resume_settings
 from launcher.module import exec_module
 from launcher.plan import LaunchRequest
 from launcher.presets import init
@@ -104,7 +104,7 @@ def train(
     master_port: Annotated[int | None, typer.Option(help="Rendezvous port; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and exit.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
-    is_job_start: Annotated[
+    is_job_attempt: Annotated[
         bool, typer.Option("--job-start", hidden=True, help="Set by the script of `zerolora submit`.")
     ] = False,
 ) -> None:
@@ -113,7 +113,7 @@ def train(
         raise UserError(f"{config}: is a pipe, which only one rank could read; pass a regular file")
     settings = list(overrides or [])
     loaded = load_config(config, settings)
-    if is_job_start and (resume_settings := build_resume_settings(loaded.config, os.environ)):
+    if is_job_attempt and (resume_settings := build_resume_settings(loaded.config, os.environ)):
         settings += resume_settings
         loaded = load_config(config, settings)
     entries = loaded.config.adapters if loaded.config.training.resume_from_checkpoint else ()
@@ -124,7 +124,7 @@ def train(
     request = LaunchRequest(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     arguments = [str(config), *settings]
     raise typer.Exit(
-        start(arguments, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_start=is_job_start)
+        start(arguments, loaded, request, ["--verbose"] * verbose, dry_run=dry_run, is_job_attempt=is_job_attempt)
     )
 
 

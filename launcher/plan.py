@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.supervision.remote import Reach, SrunReach, SshReach
+from launcher.supervision.remote import RemoteRanks, SrunRanks, SshRanks
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, check_reachable, choose_slots, read_hostfile
 from launcher.targets.local import Command, build_hostfile_command, build_local_command
@@ -22,7 +22,7 @@ ENVIRONMENT_FILE = "environment"
 CPU_RANK_VARIABLES = {"OMP_NUM_THREADS": "1"}
 CommandBuilder = partial[Command]
 """Function that builds the command to start all ranks from the ranks' arguments and, optionally, their `module`."""
-Plan = tuple[CommandBuilder, Reach | None]
+LaunchPlan = tuple[CommandBuilder, RemoteRanks | None]
 """Command builder, and the object that signals the ranks; None if they are children of this process."""
 LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
 
@@ -78,7 +78,7 @@ class LaunchRequest:
             raise UserError(f"--master-addr {self.master_addr}: a local run uses only this machine; remove the option")
 
 
-def plan(request: LaunchRequest, logs: Path) -> Plan:
+def plan_launch(request: LaunchRequest, logs: Path) -> LaunchPlan:
     """Plan how to start and signal the ranks. Raises UserError for invalid options."""
     launcher = request.resolve_launcher()
     address, port = request.master_addr, request.master_port
@@ -90,17 +90,17 @@ def plan(request: LaunchRequest, logs: Path) -> Plan:
         return partial(build_local_command, gpus=list_visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
         allocation = read_allocation(os.environ, **request.get_filters())
-        return partial(build_srun_command, allocation=allocation, address=address, port=port), SrunReach(allocation)
+        return partial(build_srun_command, allocation=allocation, address=address, port=port), SrunRanks(allocation)
     slots = select_slots(request)
     if launcher == "mpi":
         if address is not None and port is None:
             port = choose_random_port()
-        return partial(build_mpirun_command, slots=slots, address=address, port=port), Reach()
+        return partial(build_mpirun_command, slots=slots, address=address, port=port), RemoteRanks()
     check_reachable(list(slots), Path.cwd())
     return plan_on_hosts(request, logs, slots, address)
 
 
-def plan_on_hosts(request: LaunchRequest, logs: Path, slots: Slots, address: str | None) -> Plan:
+def plan_on_hosts(request: LaunchRequest, logs: Path, slots: Slots, address: str | None) -> LaunchPlan:
     """Plan a run on `slots` of a hostfile; `address` is the rendezvous address, by default the first host's."""
     assert request.hostfile is not None
     build = partial(
@@ -111,7 +111,7 @@ def plan_on_hosts(request: LaunchRequest, logs: Path, slots: Slots, address: str
         port=request.master_port or choose_random_port(),
         environment_file=logs / ENVIRONMENT_FILE,
     )
-    return build, SshReach(slots)
+    return build, SshRanks(slots)
 
 
 def select_slots(request: LaunchRequest) -> Slots:

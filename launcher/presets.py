@@ -57,7 +57,7 @@ def init(
     if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
         raise UserError(f"{empty}: must not be empty; pass a value, or omit the option")
     should_tailor = gpus is not None or gpu_memory is not None or (preset is None and _is_readable(model, data))
-    is_guess = preset is None and model is not None
+    is_guessed = preset is None and model is not None
     preset = preset or (find_nearest_preset(model) if model else DEFAULT_PRESET)
     if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
         raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
@@ -75,20 +75,20 @@ def init(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); use another file") from None
-    first_step = _describe_first_step(model, data, preset, is_guess=is_guess)
+    first_step = _describe_first_step(model, data, preset, is_guessed=is_guessed)
     commands = "".join(f"\n  zerolora {name} {shlex.quote(str(output))}" for name in ("validate", "inspect", "train"))
     typer.echo(f"wrote {output}; {first_step}{commands}")
 
 
-def _describe_first_step(model: str | None, data: str | None, preset: str, *, is_guess: bool) -> str:
+def _describe_first_step(model: str | None, data: str | None, preset: str, *, is_guessed: bool) -> str:
     if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         return f"{to_text(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
         return "set dataset.path, then"
     if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
         return f"{to_text(data)} does not exist yet; write the data there, then"
-    problem = f"warning: {to_text(model)} could not be read, locally or on the Hub, so " if is_guess else ""
-    fix = "; check the model's name and the connection and run init again, or adjust the settings" if is_guess else ""
+    problem = f"warning: {to_text(model)} could not be read, locally or on the Hub, so " if is_guessed else ""
+    fix = "; check the model's name and the connection and run init again, or adjust the settings" if is_guessed else ""
     return f"{problem}the file has the settings of the preset {preset}{fix}; next:"
 
 

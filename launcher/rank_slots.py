@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from launcher.plan import CommandBuilder, LaunchRequest, Plan, plan, plan_on_hosts, select_slots
-from launcher.supervision.remote import SrunReach
+from launcher.plan import CommandBuilder, LaunchPlan, LaunchRequest, plan_launch, plan_on_hosts, select_slots
+from launcher.supervision.remote import SrunRanks
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, detect_unreachable_hosts
 from launcher.targets.local import build_local_command
@@ -18,7 +18,7 @@ from trainer.contract.rendezvous import find_free_port
 
 @dataclass(frozen=True)
 class RestartPlan:
-    plan: Plan
+    plan: LaunchPlan
     slots: tuple[int, ...]
     """Slot number of each rank."""
     available: int
@@ -65,9 +65,9 @@ class RankSlots:
             return self._plan_hosts(host_slots, excluded, total)
         if self._allocation is not None:
             return self._plan_nodes(self._allocation, excluded, total)
-        planned = plan(self._request, self._logs)
-        ranks = planned[0]([]).ranks
-        return RestartPlan(planned, tuple(range(ranks)), ranks)
+        unchanged = plan_launch(self._request, self._logs)
+        ranks = unchanged[0]([]).ranks
+        return RestartPlan(unchanged, tuple(range(ranks)), ranks)
 
     def _plan_local(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
         current = {identifier: number for number, identifier in enumerate(list_installed_gpus())} if self._gpus else {}
@@ -124,7 +124,7 @@ class RankSlots:
         port = self._request.master_port
         build = partial(build_srun_command, allocation=reduced, address=address, port=port)
         slots = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
-        return RestartPlan((build, SrunReach(reduced)), slots, len(nodes) * size)
+        return RestartPlan((build, SrunRanks(reduced)), slots, len(nodes) * size)
 
 
 def _flatten(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:

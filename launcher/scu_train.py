@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.doctor.command import print_checks
 from launcher.doctor.this_host import check_driver, check_packages, check_space
 from launcher.supervision.processes import run_child
-from launcher.supervision.terminal import show
+from launcher.supervision.terminal import print_progress
 from trainer.config import UserError
 from trainer.config.scu_flags import (
     CONFIG_FILE,
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_OK
     open_log(output).close()
     config.write_text(header + text, encoding="utf-8")
-    show(f"equivalent command: zerolora {shlex.join(train)}")
+    print_progress(f"equivalent command: zerolora {shlex.join(train)}")
     _copy_output_to(output / LOG_FILE)
     os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *train])
 

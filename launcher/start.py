@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 
 from launcher.adapters import record_arguments
-from launcher.job_starts import record_end, record_start
-from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, CommandBuilder, LaunchRequest, Plan, plan
+from launcher.job_attempts import record_attempt, record_attempt_end
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, CommandBuilder, LaunchPlan, LaunchRequest, plan_launch
 from launcher.rank_slots import RankSlots
 from launcher.status import record_job
 from launcher.supervision.prestarted_ranks import FAILED, PrestartedRanks
 from launcher.supervision.processes import run_child
-from launcher.supervision.remote import Reach, SrunReach, SshReach
-from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.remote import RemoteRanks, SrunRanks, SshRanks
+from launcher.supervision.restarts import AttemptResult, Restarts
 from launcher.supervision.supervisor import Supervisor
-from launcher.supervision.terminal import ConsoleFile, restore_terminal, say, share_stdout, show
+from launcher.supervision.terminal import ConsoleFile, print_progress, restore_terminal, say, share_stdout
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import can_be_requeued, detect_lost_nodes
 from trainer.config import LoadedConfig, RunConfig, UserError
@@ -40,19 +40,19 @@ def start(
     flags: Sequence[str],
     *,
     dry_run: bool,
-    is_job_start: bool = False,
+    is_job_attempt: bool = False,
 ) -> int:
     """Check the run, tokenize its data, run the ranks, and return the exit code.
 
-    `flags` are console options for the ranks. `is_job_start` records this as an attempt of a SLURM job.
+    `flags` are console options for the ranks. `is_job_attempt` records this as an attempt of a SLURM job.
     """
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
     if not dry_run:
         tie_children_to_this_process()
         if request.resolve_launcher() == "hostfile":  # takes as long as the slowest login
-            show(f"connecting to the hosts of {request.hostfile}")
-    build, reach = plan(request, logs)
+            print_progress(f"connecting to the hosts of {request.hostfile}")
+    build, remote = plan_launch(request, logs)
     command = build(list(arguments))  # raises UserError before any work is done
     if dry_run:
         print(command.format_shell())
@@ -60,12 +60,14 @@ def start(
         return 0
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     check_not_locked(run_dir, resumes=resumes)
-    show(f"zerolora {get_version()}: {arguments[0]}")
-    from trainer.checkpoint.output_folder import check_early  # imports numpy, which other commands do not need
+    print_progress(f"zerolora {get_version()}: {arguments[0]}")
+    from trainer.checkpoint.output_folder import (
+        check_inputs_and_output,  # imports numpy, which other commands do not need
+    )
 
-    check_early(loaded.config)
-    screen = share_stdout()
-    with PrestartedRanks.start(command) if reach is None else nullcontext() as prestarted:
+    check_inputs_and_output(loaded.config)
+    terminal_fd = share_stdout()
+    with PrestartedRanks.start(command) if remote is None else nullcontext() as prestarted:
         slots = RankSlots(request, logs, build)
         hang_timeout = loaded.config.training.hang_timeout
         if prestarted is not None:
@@ -77,15 +79,15 @@ def start(
         if code:
             return code
         with FolderLock.acquire(run_dir, resumes=resumes, say=say) as lock:
-            if is_job_start:
-                record_start(run_dir, os.environ)
+            if is_job_attempt:
+                record_attempt(run_dir, os.environ)
             record_arguments(loaded.config, list(arguments))
             rank_arguments = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
-            planned = (build, reach)
-            code = Attempts(rank_arguments, loaded.config, planned, slots, prestarted, screen).train()
-            if is_job_start and lock.is_held:
+            first_plan = (build, remote)
+            code = Attempts(rank_arguments, loaded.config, first_plan, slots, prestarted, terminal_fd).train()
+            if is_job_attempt and lock.is_held:
                 with suppress(OSError, UnreadableFileError):  # an unreadable folder does not change the exit code
-                    record_end(run_dir, os.environ, code)
+                    record_attempt_end(run_dir, os.environ, code)
             return code
 
 
@@ -100,27 +102,27 @@ class Attempts:
         self,
         arguments: Sequence[str],
         config: RunConfig,
-        planned: Plan,
+        first_plan: LaunchPlan,
         slots: RankSlots,
         prestarted: PrestartedRanks | None,
-        screen: int,
+        terminal_fd: int,
     ) -> None:
-        """Use `planned` and the `prestarted` ranks for the first attempt; restarts choose among `slots`.
+        """Use `first_plan` and the `prestarted` ranks for the first attempt; restarts choose among `slots`.
 
-        `screen` is the file descriptor that rank 0 writes to if it runs on this machine.
+        `terminal_fd` is the file descriptor that rank 0 writes to if it runs on this machine.
         """
         self._arguments, self._training, self._prestarted = arguments, config.training, prestarted
-        self._adapters, self._screen = config.adapters, screen
-        self._planned: Plan | None = planned
+        self._adapters, self._terminal_fd = config.adapters, terminal_fd
+        self._first_plan: LaunchPlan | None = first_plan
         self._slots = slots
         self._logs = Path(config.output_dir) / "logs"
         self._full_size = 0
         self._used_slots: Sequence[int] = ()
         self._excluded: frozenset[int] = frozenset()
-        _, reach = planned
-        if isinstance(reach, SrunReach):
-            record_job(reach.allocation.job_id, self._logs.parent)
-        self._max_restarts = resolve_max_restarts(self._training.max_restarts, reach)
+        _, remote = first_plan
+        if isinstance(remote, SrunRanks):
+            record_job(remote.allocation.job_id, self._logs.parent)
+        self._max_restarts = resolve_max_restarts(self._training.max_restarts, remote)
 
     def train(self) -> int:
         return Restarts(
@@ -132,40 +134,40 @@ class Attempts:
             adapters=self._adapters,
         ).run()
 
-    def _start(self, settings: Sequence[str]) -> Ending:
+    def _start(self, settings: Sequence[str]) -> AttemptResult:
         settings = list(settings)
-        if self._planned is not None:
-            (build, reach), self._planned = self._planned, None
+        if self._first_plan is not None:
+            (build, remote), self._first_plan = self._first_plan, None
         else:
             try:
-                build, reach, batch_settings = self._plan_restart()
+                build, remote, batch_settings = self._plan_restart()
             except UserError as error:
                 say(f"not restarted: {error}")
-                return Ending(1)
+                return AttemptResult(1)
             settings += batch_settings
-        with nullcontext() if reach is None else ConsoleFile(self._logs) as console:
-            console_arguments = ["--console", str(self._screen)] if console is None else console.build_arguments()
+        with nullcontext() if remote is None else ConsoleFile(self._logs) as console:
+            console_arguments = ["--console", str(self._terminal_fd)] if console is None else console.build_arguments()
             arguments = [*self._arguments, *settings, *console_arguments]
             command = build(arguments)
             self._full_size = self._full_size or command.ranks
             self._used_slots = self._used_slots or range(self._full_size)
-            if isinstance(reach, SshReach):
+            if isinstance(remote, SshRanks):
                 write_environment(self._logs / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
             device = " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
-            show(f"starting {format_count(command.ranks, 'rank')}{device}")
+            print_progress(f"starting {format_count(command.ranks, 'rank')}{device}")
             # Prestarted ranks take part in the first attempt only.
             ranks = self._prestarted
-            release = partial(ranks.start_training, arguments) if ranks is not None and ranks.is_waiting else None
+            start_ranks = partial(ranks.start_training, arguments) if ranks is not None and ranks.is_waiting else None
             minutes = self._training.hang_timeout
-            supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=release)
+            supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, remote=remote, start=start_ranks)
             code = supervisor.run()
         restore_terminal()
-        fault = None if supervisor.signals else supervisor.fault
+        failure = None if supervisor.signals else supervisor.failure
         if not (self._training.elastic and self._max_restarts):
-            code = _check_lost_nodes(code, reach)
-        return Ending.from_heartbeats(self._logs, code, fault, command.ranks)
+            code = _check_lost_nodes(code, remote)
+        return AttemptResult.from_heartbeats(self._logs, code, failure, command.ranks)
 
-    def _plan_restart(self) -> tuple[CommandBuilder, Reach | None, list[str]]:
+    def _plan_restart(self) -> tuple[CommandBuilder, RemoteRanks | None, list[str]]:
         """Plan a restart on the available slots; return the plan and the settings that preserve the global batch size.
 
         Uses the initial number of ranks or, with `training.elastic`, the largest one that divides the global batch
@@ -173,15 +175,15 @@ class Attempts:
         """
         total = self._read_global_batch() if self._training.elastic else None
         restart = self._slots.plan_restart(self._excluded, total)
-        ranks, (build, reach), previous_ranks = len(restart.slots), restart.plan, len(self._used_slots)
+        ranks, (build, remote), previous_ranks = len(restart.slots), restart.plan, len(self._used_slots)
         if ranks != self._full_size and (total is None or total % ranks):
             raise UserError(
-                f"{ranks} of {self._full_size} ranks can be started now; repair the others"
+                f"only {ranks} of {self._full_size} ranks can be started; fix the failed hosts or GPUs"
                 + ", or set training.elastic=true to continue with these" * (total is None)
             )
         self._used_slots = restart.slots
         if ranks == previous_ranks == self._full_size:
-            return build, reach, []
+            return build, remote, []
         if ranks < self._full_size:
             say(
                 f"continuing with {ranks} of {self._full_size} ranks"
@@ -189,10 +191,10 @@ class Attempts:
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
         # training.batch_size remains the upper bound for the micro-batch size.
-        return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
+        return build, remote, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
 
-    def _exclude(self, ending: Ending) -> str | None:
-        rank = ending.fault.rank if ending.fault is not None else None
+    def _exclude(self, result: AttemptResult) -> str | None:
+        rank = result.failure.rank if result.failure is not None else None
         if rank is None or rank >= len(self._used_slots):
             return None
         domain = self._slots.find_failure_domain(self._used_slots[rank])
@@ -213,18 +215,18 @@ class Attempts:
             return None
 
 
-def resolve_max_restarts(setting: int | None, reach: Reach | None) -> int:
+def resolve_max_restarts(setting: int | None, remote: RemoteRanks | None) -> int:
     """Return `training.max_restarts`, or its default: 0 under srun in a job that SLURM requeues, otherwise 3."""
     if setting is not None:
         return setting
-    return 0 if isinstance(reach, SrunReach) and can_be_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS
+    return 0 if isinstance(remote, SrunRanks) and can_be_requeued(remote.allocation.job_id) else DEFAULT_RESTARTS
 
 
-def _check_lost_nodes(code: int, reach: Reach | None) -> int:
-    if not isinstance(reach, SrunReach) or code in (EXIT_OK, EXIT_USAGE, *STOP_CODES):
+def _check_lost_nodes(code: int, remote: RemoteRanks | None) -> int:
+    if not isinstance(remote, SrunRanks) or code in (EXIT_OK, EXIT_USAGE, *STOP_CODES):
         return code
-    lost = detect_lost_nodes(reach.allocation)
+    lost = detect_lost_nodes(remote.allocation)
     if not lost:
         return code
-    say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")
+    say(f"lost nodes: {', '.join(lost)}; requeue the job (exit code {EXIT_PREEMPTED})")
     return EXIT_PREEMPTED

@@ -21,7 +21,7 @@ from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.json_records import MAX_METRICS_BYTES, Record, parse_record
 from trainer.contract.whole_files import write_text_atomic
 
-JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
+JOB_FILE, JOB_ID_PATTERN = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
 # Any of these identifies the folder of a run, or of a job that has not started.
 RUN_FILES = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
 COMMENT = "zerolora "
@@ -37,7 +37,7 @@ def status(
     target: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A SLURM job ID, or the folder of a run.")],
 ) -> None:
     """Show state, step, loss, speed and remaining time of a job or a run."""
-    if JOB.fullmatch(target):
+    if JOB_ID_PATTERN.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
             raise UserError(f"job {target}: unknown to SLURM, which forgets old jobs; pass the folder of its run")
@@ -75,7 +75,7 @@ def read_job_id(run: Path) -> str:
         number = read_text(run / "logs" / JOB_FILE).strip()
     except (FileNotFoundError, UnreadableFileError):
         return ""
-    return number if JOB.fullmatch(number) else ""
+    return number if JOB_ID_PATTERN.fullmatch(number) else ""
 
 
 def read_job(number: str) -> list[dict[str, str]]:
@@ -112,40 +112,40 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     state = job["JobState"]
     if job.get("Reason", "None") != "None":
         state += f" ({job['Reason']})"
-    lines = [("job", f"{number} {state}")]
+    rows = [("job", f"{number} {state}")]
     if job.get("NodeList", "(null)") != "(null)":
-        lines.append(("nodes", job["NodeList"]))
-    lines.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
-    lines.append(("log", job.get("StdOut", "unknown")))
-    return lines
+        rows.append(("nodes", job["NodeList"]))
+    rows.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
+    rows.append(("log", job.get("StdOut", "unknown")))
+    return rows
 
 
 def describe_run(run: Path, *, end_state: str | None = None) -> list[tuple[str, str]]:
-    lines = [("run", str(run))]
+    rows = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
     # While ranks train, one of them or their launcher holds the folder's lock.
     has_ended = end_state is not None or describe_live_holder(run) is None
     if beats:
-        lines.append(("state", _describe_state(run, list(beats.values()), end_state)))
+        rows.append(("state", _describe_state(run, list(beats.values()), end_state)))
     metrics = _read_metrics(run / "metrics.jsonl")
     records = [record for record in metrics if "train/loss" in record]
     if not records:
         file = run / "metrics.jsonl"
         is_damaged = not metrics and file.is_file() and file.stat().st_size
-        return [*lines, ("step", "unknown, as metrics.jsonl cannot be read" if is_damaged else "none yet")]
+        return [*rows, ("step", "unknown, as metrics.jsonl cannot be read" if is_damaged else "none yet")]
     last, loss = records[-1], records[-1]["train/loss"]
     total, step = _compute_total_steps(run, last), last["step"] or 0
-    lines.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))
-    lines.append(("loss", f"{loss:.4f}" if loss is not None else "not finite"))
-    lines += _describe_held_out(metrics)
+    rows.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))
+    rows.append(("loss", f"{loss:.4f}" if loss is not None else "not finite"))
+    rows += _describe_held_out(metrics)
     for name, text in SPEEDS.items():
         if speeds := [speed for record in records if (speed := record.get(name))]:
             # The first step includes builds and warm-up.
-            lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
+            rows.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
     times = [ms for record in records[-SPEED_STEPS:] if (ms := record.get("perf/step_ms")) is not None]
     if total and not has_ended and times and None in {beat.exit_code for beat in beats.values()}:
-        lines.append(("left", f"{_format_duration((total - step) * median(times) / 1e3)} of training"))
-    return lines
+        rows.append(("left", f"{_format_duration((total - step) * median(times) / 1e3)} of training"))
+    return rows
 
 
 def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) -> str:
@@ -165,7 +165,7 @@ def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) ->
         return f"{state}, rank {slowest.rank} at {slowest.describe_position()}"
     silence_s = time.time() - max(beat.time for beat in beats)
     if silence_s > RECENT_S:
-        return f"silent for {_format_duration(silence_s)}"
+        return f"no heartbeat for {_format_duration(silence_s)}"
     hosts = ", ".join(sorted({beat.host for beat in beats}))
     return f"running on {hosts}, rank {slowest.rank} at {slowest.describe_position()}"
 
@@ -178,8 +178,8 @@ def _describe_held_out(records: list[Record]) -> list[tuple[str, str]]:
     held_out = [(loss, record["step"] or 0) for record in records if (loss := record.get("eval/loss")) is not None]
     if not held_out:
         return []
-    best, at = min(held_out)
-    return [("held out", f"{held_out[-1][0]:.4f} at step {held_out[-1][1]:,}, best {best:.4f} at step {at:,}")]
+    best, best_step = min(held_out)
+    return [("held out", f"{held_out[-1][0]:.4f} at step {held_out[-1][1]:,}, best {best:.4f} at step {best_step:,}")]
 
 
 def _read_metrics(path: Path) -> list[Record]:
@@ -206,6 +206,6 @@ def _compute_total_steps(run: Path, last: Record) -> int | None:
     return None
 
 
-def _print(lines: list[tuple[str, str]]) -> None:
-    for name, value in lines:
+def _print(rows: list[tuple[str, str]]) -> None:
+    for name, value in rows:
         typer.echo(sanitize(f"{name:8} {value}").replace("\n", " "))

@@ -15,7 +15,7 @@ import typer
 
 from launcher.status import COMMENT
 from launcher.supervision.terminal import say
-from launcher.targets.local import SAFE_PATH
+from launcher.targets.local import SAFE_PATH_VARIABLES
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.contract.home import HOME
@@ -58,8 +58,8 @@ def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
     limit_s = parse_time_limit(time)
     if limit_s is not None and limit_s < grace + SIGNAL_LEAD_S + MIN_TRAINING_S:
         raise UserError(
-            f"--time {time}: is {limit_s} s, of which {grace} (--grace) and up to {SIGNAL_LEAD_S} more are for saving, "
-            f"so no step would complete; use --time {-(-(grace + 600) // 60)} or a smaller --grace"
+            f"--time {time}: leaves no time for a step: of {limit_s} s, {grace} (--grace) and up to {SIGNAL_LEAD_S} "
+            f"more are for saving; use --time {-(-(grace + 600) // 60)} or a smaller --grace"
         )
 
 
@@ -112,7 +112,7 @@ def submit(
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs per node, each with one rank; 0 for CPU ranks.")] = 8,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="CPU ranks per node.")] = None,
     cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores per rank.")] = None,
-    time: Annotated[str, typer.Option(help="Time limit of one start; the job is then requeued.")] = "24:00:00",
+    time: Annotated[str, typer.Option(help="Time limit of one attempt; the job is then requeued.")] = "24:00:00",
     grace: Annotated[int, typer.Option(min=1, max=MAX_GRACE_S, help="Seconds reserved for saving.")] = 300,
     partition: Annotated[str | None, typer.Option(help="SLURM's partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM's account.")] = None,
@@ -166,8 +166,8 @@ def submit(
 def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
     if shutil.which("sbatch") is None:
         raise UserError("zerolora submit: sbatch is missing; run this on the cluster's login node, or add --dry-run")
-    # SAFE_PATH is only for our own processes: users' scripts may import modules next to them.
-    environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
+    # SAFE_PATH_VARIABLES is only for our own processes: users' scripts may import modules next to them.
+    environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH_VARIABLES}
     missing = [path for path in (*files, *script.parents) if not path.exists()]
     previous = {path: path.read_bytes() for path in files if path.exists()}
     try:

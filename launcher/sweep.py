@@ -60,7 +60,7 @@ def sweep(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Submit an array of jobs; accepts the options of `zerolora submit`.")
     ] = False,
-    together: Annotated[
+    combine: Annotated[
         bool, typer.Option("--together", help="Train several runs at once on one base model, as many as fit in memory.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Only show the current results.")] = False,
@@ -68,7 +68,7 @@ def sweep(
 ) -> None:
     """Train every combination of the given values, then show the runs in a table and an HTML report, best first."""
     arguments = [*(settings or []), *context.args]
-    first_option = next((at for at, text in enumerate(arguments) if text.startswith("-")), len(arguments))
+    first_option = next((index for index, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     submit_options = arguments[first_option:]
     axes, fixed = split_axes(arguments[:first_option])
     loaded = load_config(config, fixed).config
@@ -77,7 +77,7 @@ def sweep(
         raise UserError(f"{RESUME}={resumes}: every run of a sweep resumes from its own folder; remove this setting")
     if not axes and not table:
         problem = next((f"{text} is a single value (a list)" for text in fixed if "," in text), "no values to try")
-        raise UserError(f"zerolora sweep: {problem}; write several, such as training.learning_rate=1e-4,2e-4")
+        raise UserError(f"zerolora sweep: {problem}; pass several values, such as training.learning_rate=1e-4,2e-4")
     if table:
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])
     if submit_options and not slurm:
@@ -85,13 +85,13 @@ def sweep(
             f"{submit_options[0]}: not an option of `zerolora sweep`; options of `zerolora submit` need --slurm"
         )
     runs = plan_runs(config, axes, fixed, folder)
-    if together and (slurm or gpus_per_run is not None):
+    if combine and (slurm or gpus_per_run is not None):
         raise UserError("--together: uses all GPUs in one run; remove --slurm or --gpus-per-run")
     if slurm:
         _submit_array(config, runs, axes, fixed, folder, submit_options, dry_run=dry_run)
         return
     gpus = list_visible_gpus()
-    if together:
+    if combine:
         runs = combine_runs(config, runs, fixed, folder, gpus, dry_run=dry_run)
     slots = split_gpus(gpus, gpus_per_run)
     if dry_run:
@@ -237,7 +237,7 @@ def train_runs(
                 run.gpus = free.pop(0)
                 where = f" on GPU {', '.join(map(str, run.gpus))}" if run.gpus else ""
                 say(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{where}")
-                _start_run(config, run, gpus_per_run, folder, alone=len(slots) == 1)
+                _start_run(config, run, gpus_per_run, folder, inherits_terminal=len(slots) == 1)
                 running.append(run)
             time.sleep(POLL_S)
             for run in [run for run in running if run.process and run.process.poll() is not None]:
@@ -253,12 +253,12 @@ def train_runs(
                 run.process.wait()
 
 
-def _start_run(config: Path, run: SweepRun, gpus_per_run: int | None, folder: Path, *, alone: bool) -> None:
+def _start_run(config: Path, run: SweepRun, gpus_per_run: int | None, folder: Path, *, inherits_terminal: bool) -> None:
     environment = dict(os.environ)
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
     arguments = build_train_command(config, run, gpus_per_run)
-    if alone:
+    if inherits_terminal:
         run.process = subprocess.Popen(arguments, env=environment, start_new_session=True)
         return
     run.log = (folder / f"{run.name}.log").open("wb")

@@ -92,11 +92,11 @@ def adapted_engine_of(
     one_buffer = flatten_adapter(model, separate_up=bool(loraplus)) if flat else None
     fused = device.type == "cuda" or precision == "bf16"  # as on a GPU; torch has it on the CPU as well
     optimizer = build_optimizer(model, section, LoraSection(loraplus_lr_ratio=loraplus or None), fused=fused)
-    settings = build_deepspeed_config(section, ZeroSection(stage=stage), precision, on_gpu=True, one_gradient=True)
+    settings = build_deepspeed_config(section, ZeroSection(stage=stage), precision, on_gpu=True, single_gradient=True)
     engine = start_engine(model, optimizer, settings)
     install_workarounds(engine)
     if one_buffer is not None:
-        one_buffer.repoint()
+        one_buffer.repoint_parameters()
     return engine
 
 

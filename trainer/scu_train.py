@@ -23,11 +23,11 @@ from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import REPORT_DELAY_S
 from trainer.contract.rendezvous import read_rank_variables
 from trainer.data.demo_data import build_demo_data
-from trainer.parallel.ranks.training_process import begin
+from trainer.parallel.ranks.training_process import set_up_process
 
 
 def main(argv: list[str] | None = None) -> int:
-    begin()
+    set_up_process()
     arguments = sys.argv[1:] if argv is None else argv
     rank = local_rank = 0
     try:

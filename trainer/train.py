@@ -10,11 +10,11 @@ import sys
 from trainer.contract.rank_arguments import PRESTARTED
 from trainer.contract.standard_streams import PROGRESS
 from trainer.parallel.ranks.lean_imports import import_common_modules
-from trainer.parallel.ranks.training_process import begin
+from trainer.parallel.ranks.training_process import set_up_process
 
 
 def main(argv: list[str] | None = None) -> int:
-    begin()
+    set_up_process()
     gc.disable()  # until all imports are done
     arguments = sys.argv[1:] if argv is None else argv
     if PRESTARTED in arguments:

@@ -29,9 +29,9 @@ from launcher.doctor.this_host import (
     check_packages,
     check_port,
 )
-from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, LaunchRequest, plan, select_slots
+from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, LaunchRequest, plan_launch, select_slots
 from launcher.supervision.processes import kill_sessions
-from launcher.supervision.remote import SshReach
+from launcher.supervision.remote import SshRanks
 from launcher.targets.hostfile import SSH, detect_unreachable_hosts
 from launcher.targets.local import Command, select_exported_variables, write_environment
 from launcher.targets.slurm import Allocation, read_allocation
@@ -43,13 +43,13 @@ from trainer.contract.json_records import RESULT_PREFIX, Check
 from trainer.contract.rendezvous import get_host_name
 from trainer.contract.standard_streams import PROGRESS
 
-PROBE_PATIENCE_S = 300.0
-RANKS_PATIENCE_S = 300.0
+PROBE_TIMEOUT_S = 300.0
+RANKS_TIMEOUT_S = 300.0
 LAST_OUTPUT_S = 10.0
 POLL_S = 0.1
 LINE_WIDTH = 100
 COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
-HOST_PATIENCE_S = 300.0
+HOST_TIMEOUT_S = 300.0
 
 
 def doctor(
@@ -92,11 +92,11 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: L
         request = replace(request, master_port=None)  # test the rest on another port
     with tempfile.TemporaryDirectory() as folder:
         try:
-            build, reach = plan(request, Path(folder))
+            build, remote = plan_launch(request, Path(folder))
             command = build(arguments, module="trainer.commands.doctor.ranks")
         except UserError as error:
             return [*checks, Check("ranks", "FAIL", str(error), "see the message")]
-        if isinstance(reach, SshReach):
+        if isinstance(remote, SshRanks):
             write_environment(Path(folder) / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
         return checks + check_ranks(command)
 
@@ -130,7 +130,7 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
     """Run the checks that need torch in a child process; return them and the estimated memory and disk use in bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
-    output, problem = _run_probe(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
+    output, problem = _run_json_command(Command(argv, 1, {}, ()), PROBE_TIMEOUT_S)
     if output is None:
         return [Check("torch", "FAIL", problem, "run `python -m trainer.commands.doctor.probe` to see all output")], {}
     return [Check(**check) for check in output["checks"]], output["need"]
@@ -138,17 +138,17 @@ def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[s
 
 def check_ranks(command: Command) -> list[Check]:
     PROGRESS.show(f"starting {format_count(command.ranks, 'rank')} to test their connections")
-    output, problem = _run_probe(command, RANKS_PATIENCE_S)
+    output, problem = _run_json_command(command, RANKS_TIMEOUT_S)
     if output is None:
         return [Check("ranks", "FAIL", problem, f"to see all output, run {command.format_shell()}")]
     return [Check(**check) for check in output["checks"]]
 
 
-def _run_probe(command: Command, patience_s: float) -> tuple[Any, str]:
-    """Run a command and return the JSON that it prints after RESULT_PREFIX, or None and a description of a problem."""
+def _run_json_command(command: Command, timeout_s: float) -> tuple[Any, str]:
+    """Run a command and return the JSON that it prints after RESULT_PREFIX, or None and a description of the problem."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if any(process.returncode for process in processes):  # other ranks cannot finish without the failed one
                 deadline = min(deadline, time.monotonic() + LAST_OUTPUT_S)
@@ -167,7 +167,7 @@ def _run_probe(command: Command, patience_s: float) -> tuple[Any, str]:
     lines = [line.strip("- ") for line in printed.splitlines() if line.strip("- ")] or ["no output"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(still_running) == len(processes):
-        return None, f"no response within {patience_s:g} s"
+        return None, f"no response within {timeout_s:g} s"
     return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 
 
@@ -209,7 +209,7 @@ def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
             fix = f"`ssh {host} hostname` must work without a password"
             yield Check("ssh", "FAIL", problems[host], fix, host)
         else:
-            yield Check("ssh", "OK", "reachable, with the same Python and folder", host=host)
+            yield Check("ssh", "OK", "reachable; Python and working directory found", host=host)
 
 
 def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
@@ -254,10 +254,8 @@ def parse_doctor_output(printed: str, host: str) -> list[Check]:
 
 def _run_captured(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=HOST_PATIENCE_S, stdin=subprocess.DEVNULL
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=HOST_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"no response within {HOST_PATIENCE_S:g} s")
+        return subprocess.CompletedProcess(command, 124, "", f"no response within {HOST_TIMEOUT_S:g} s")
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))

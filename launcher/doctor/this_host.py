@@ -62,7 +62,7 @@ def check_packages() -> Iterator[Check]:
 def check_bytecode() -> Check:
     """Check that the large libraries are compiled to bytecode, so that ranks start faster."""
     if missing := find_missing_bytecode():
-        problem = f"missing for {', '.join(missing)}: the first start on this machine compiles 3,000 modules"
+        problem = f"missing for {', '.join(missing)}: the first run on this machine compiles 3,000 modules"
         return Check(
             "bytecode", "WARN", problem, "run `python -m compileall -q -j 0` on site-packages, as the user who owns it"
         )
@@ -123,7 +123,7 @@ def _describe_gpu_limitation(total: str, capability: str) -> str:
     if len(numbers) == len(MIN_CAPABILITY) and tuple(map(int, numbers)) < MIN_CAPABILITY:
         return "compute capability 7.0 or newer is needed"
     if (size := re.match(r"(\d+) MiB", total)) and int(size.group(1)) < MIN_GPU_MIB:
-        return "8 GB of memory are needed"
+        return "at least 8 GB of GPU memory is needed"
     return ""
 
 
@@ -199,7 +199,7 @@ def check_build_locks() -> Iterator[Check]:
         if lock.holder is not None:
             yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} is building; a run waits for it")
         else:
-            description = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, held by no process of this host"
+            description = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, not held by a process on this host"
             yield Check("build lock", "FAIL", description, f"rm {lock.path}")
     if not locks:
         yield Check("build locks", "OK", f"none in {root}")

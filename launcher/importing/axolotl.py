@@ -96,7 +96,7 @@ def translate_training(t: Translation) -> None:
         t.put("training.gradient_accumulation_steps", steps, "batch_size")
     if t.get("sample_packing") and re.search(read_tables()["unpacked"], t.get("base_model", ""), re.IGNORECASE):
         t.drop("dataset.packing")
-        t.note_unsupported("sample_packing", "documents of a pack see each other in this model")
+        t.note_unsupported("sample_packing", "packed documents attend to each other in this model")
     common.set_warmup(t)
     common.set_precision(t)
     checkpointing, offloading = t.get("gradient_checkpointing"), t.get("activation_offloading")
@@ -119,16 +119,16 @@ def translate_data(t: Translation) -> None:
     check_media(t)
     streamed = t.get("pretraining_dataset")
     if streamed:
-        (at, entry), *others = list_entries(t, "pretraining_dataset")
+        (location, entry), *others = list_entries(t, "pretraining_dataset")
         if others:
             t.reject("pretraining_dataset", "several streamed sources are not supported; list them in dataset.mix")
-        t.put_sources([read_source(t, {**entry, "type": "completion"}, at)], "pretraining_dataset")
+        t.put_sources([read_source(t, {**entry, "type": "completion"}, location)], "pretraining_dataset")
     else:
         t.require("datasets", common.NO_DATA)
-        t.put_sources([read_source(t, entry, at) for at, entry in list_entries(t, "datasets")], "datasets")
+        t.put_sources([read_source(t, entry, location) for location, entry in list_entries(t, "datasets")], "datasets")
     if t.get("streaming", bool(streamed)):
         t.put("dataset.streaming", True, "streaming", "pretraining_dataset")
-    if held_out := [read_source(t, entry, at) for at, entry in list_entries(t, "test_datasets")]:
+    if held_out := [read_source(t, entry, location) for location, entry in list_entries(t, "test_datasets")]:
         if len(held_out) > 1:
             t.note_unsupported("test_datasets", f"only the first of {len(held_out)} is used")
         if t.get("val_set_size"):
@@ -148,7 +148,7 @@ def list_entries(t: Translation, name: str = "datasets") -> list[tuple[str, dict
     value = t.get(name)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     named = ((f"{name}.{index}", entry) for index, entry in enumerate(listed))
-    return [(at, {"path": entry} if isinstance(entry, str) else entry) for at, entry in named]
+    return [(location, {"path": entry} if isinstance(entry, str) else entry) for location, entry in named]
 
 
 def check_media(t: Translation) -> None:
@@ -165,36 +165,36 @@ def check_media(t: Translation) -> None:
         t.note("processor_type", "only answers are trained on; images are scaled by the model's processor")
 
 
-def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
+def read_source(t: Translation, entry: dict[str, Any], location: str) -> dict[str, Any]:
     if entry.get("message_field_training") in ("train", "training", "weight"):  # recognized without a setting
         entry = {key: value for key, value in entry.items() if key != "message_field_training"}
     if not entry.get("path"):
-        t.report(f"{at}.path", UNSET, "missing; set it to a file, a folder or a dataset on the Hub")
+        t.report(f"{location}.path", UNSET, "missing; set it to a file, a folder or a dataset on the Hub")
     for key in REFUSED.keys() & entry.keys():
-        t.report(f"{at}.{key}", entry[key], REFUSED[key])
+        t.report(f"{location}.{key}", entry[key], REFUSED[key])
     if dropped := [key for key in DROPPED if key in entry]:
-        t.note_unsupported(at, f"{', '.join(dropped)}: records are read as they are")
+        t.note_unsupported(location, f"{', '.join(dropped)}: records are read as they are")
     for key in ("train_on_eos", "train_on_eot"):
         if entry.get(key, "turn") != "turn":
-            t.note(at, f"{key}: {entry[key]}: {END_OF_TURN}")
-    t.no_effect += [f"{at}.{key}" for key in NO_EFFECT if key in entry]
+            t.note(location, f"{key}: {entry[key]}: {END_OF_TURN}")
+    t.no_effect += [f"{location}.{key}" for key in NO_EFFECT if key in entry]
     kind = t.get("rl") or ("reward" if t.get("reward_model") else "")
-    ours = read_pairs(entry, kind) if kind else read_format(t, entry.get("type"), f"{at}.type")
+    translated = read_pairs(entry, kind) if kind else read_format(t, entry.get("type"), f"{location}.type")
     turns = entry.get("message_property_mappings", {})
     fields = {name: entry[key] for key, name in FIELDS.items() if key in entry}
     fields |= {name: turns[name] for name in ("role", "content") if turns.get(name, name) != name}
-    fields |= ours.pop("fields", {}) | entry.get("fields", {})
-    ours |= {"fields": fields} if fields else {}
+    fields |= translated.pop("fields", {}) | entry.get("fields", {})
+    translated |= {"fields": fields} if fields else {}
     known = {"type", "message_property_mappings", *SourceSection.model_fields, *FIELDS, *PAIR_FIELDS}
     for key in sorted(entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}):
-        t.note_unsupported(at, f"{key} of a source: no counterpart here")
-    settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | ours
+        t.note_unsupported(location, f"{key} of a source: no counterpart here")
+    settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | translated
     return {key: settings[key] for key in SourceSection.model_fields if key in settings}
 
 
-def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
+def read_format(t: Translation, kind: Any, location: str) -> dict[str, Any]:
     if isinstance(kind, dict):
-        return read_prompt(t, kind, at)
+        return read_prompt(t, kind, location)
     word, _, style = str(kind or "").partition(":")
     base, _, variant = word.partition(".")
     if base == "chat_template" and (style or variant in ("", "default", "argilla", "argilla_chat")):
@@ -209,7 +209,7 @@ def read_format(t: Translation, kind: Any, at: str) -> dict[str, Any]:
         problem = "missing, and tokenized data is not supported; set the prompt format of the data"
     else:
         problem = "this prompt format is not supported; write the records as messages, or prompt and completion"
-    t.report(at, UNSET if kind is None else kind, problem)
+    t.report(location, UNSET if kind is None else kind, problem)
     return {}
 
 
@@ -226,27 +226,28 @@ def read_pairs(entry: dict[str, Any], rl: str) -> dict[str, Any]:
     return {"format": "unpaired" if is_kto else "preference", "fields": fields}
 
 
-def read_prompt(t: Translation, kind: dict[str, str], at: str) -> dict[str, Any]:
-    names = {mark: kind.get(f"field_{mark}", mark) for mark in ("instruction", "input", "output", "system")}
+def read_prompt(t: Translation, kind: dict[str, str], location: str) -> dict[str, Any]:
+    names = {name: kind.get(f"field_{name}", name) for name in ("instruction", "input", "output", "system")}
     head = kind.get("system_format", "{system}") if "system_prompt" in kind else ""
     head = head.replace("{system}", kind.get("system_prompt", "").replace("{", "{{").replace("}", "}}"))
     if "field_system" in kind and "system_prompt" not in kind:
-        t.note_unsupported(at, "field_system: system messages in records are not supported; use {field} in template")
+        problem = "system messages in records are not supported; use {field} in template"
+        t.note_unsupported(location, f"field_system: {problem}")
     with_input = head + kind.get("format", "{instruction} {input} ")
     without = head + kind.get("no_input_format", "{instruction} ")
-    fields = {mark: names[mark] for mark in ("instruction", "input") if names[mark] != mark}
-    fields = {mark: field for mark, field in fields.items() if f"{{{mark}}}" in with_input + without}
-    ours: dict[str, Any] = {"format": "custom", "template": with_input}
+    fields = {name: names[name] for name in ("instruction", "input") if names[name] != name}
+    fields = {name: field for name, field in fields.items() if f"{{{name}}}" in with_input + without}
+    source: dict[str, Any] = {"format": "custom", "template": with_input}
     if "{input}" in with_input:
-        ours["template_without_input"] = without
-    return ours | {"fields": fields | {"completion": names["output"]}}
+        source["template_without_input"] = without
+    return source | {"fields": fields | {"completion": names["output"]}}
 
 
 def read_shared(t: Translation, name: str) -> tuple[Any, str]:
     """Return the value of a key that must be the same for all sources, and the dotted name of the key that sets it."""
     if t.get(name):
         return t.get(name), name
-    values = [(entry[name], f"{at}.{name}") for at, entry in list_entries(t) if name in entry]
+    values = [(entry[name], f"{location}.{name}") for location, entry in list_entries(t) if name in entry]
     if any(value != values[0][0] for value, _ in values):
         t.reject("datasets", f"{name} differs between sources; it must be the same for all")
     return values[0] if values else (None, "datasets")
@@ -255,22 +256,23 @@ def read_shared(t: Translation, name: str) -> tuple[Any, str]:
 def translate_chat_template(t: Translation) -> None:
     """Set the chat template, which must be the same for all sources."""
     common.set_thinking(t)
-    (jinja, at_jinja), (name, at) = read_shared(t, "chat_template_jinja"), read_shared(t, "chat_template")
+    jinja, jinja_location = read_shared(t, "chat_template_jinja")
+    name, name_location = read_shared(t, "chat_template")
     is_used = any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t))
     if jinja:
-        t.put("dataset.chat_template", jinja, at_jinja)
+        t.put("dataset.chat_template", jinja, jinja_location)
     elif is_used and name in common.CHAT_TEMPLATES and not t.has_images:
-        t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], at)
+        t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], name_location)
     elif is_used and name not in (None, "tokenizer_default"):
-        t.note(at, f"{name}: {common.TOKENIZER_TEMPLATE}")
+        t.note(name_location, f"{name}: {common.TOKENIZER_TEMPLATE}")
 
 
 def translate_roles(t: Translation) -> None:
     """Set the roles to train on, which must be the same for all sources."""
-    roles, at = read_shared(t, "roles_to_train")
+    roles, location = read_shared(t, "roles_to_train")
     if roles and not t.get("train_on_inputs"):
-        ours = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))
-        t.put("dataset.train_on", list(ours), at)
+        trained = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))
+        t.put("dataset.train_on", list(trained), location)
     for name in ("train_on_eos", "train_on_eot"):
         if t.get(name, "turn") != "turn":
             t.note(name, f"{t.get(name)}: {END_OF_TURN}")

@@ -100,11 +100,11 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> ForeignConfig:
     if dataset_dir is not None and trainer == "Axolotl":
         raise UserError(f"--dataset-dir {dataset_dir}: not supported for Axolotl; remove the option")
     if trainer is None:
-        raise UserError(f"{path}: not a configuration of {', '.join(TRANSLATORS)}; use `zerolora train` for zerolora's")
+        problem = f"not a configuration file for {', '.join(TRANSLATORS)}"
+        raise UserError(f"{path}: {problem}; use `zerolora train` for zerolora's")
     if trainer not in TRANSLATORS:
-        raise UserError(
-            f"{path}: is a configuration of {trainer}; import the command that uses it, such as accelerate launch ..."
-        )
+        fix = "import the command line that uses it, such as accelerate launch ..."
+        raise UserError(f"{path}: configuration for {trainer}; {fix}")
     if trainer == "LLaMA-Factory" and file.mistakes:  # LLaMA-Factory cannot read it either
         raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
     return ForeignConfig(trainer, str(path), tree, path.absolute().parent, path, file.lines)

@@ -17,7 +17,7 @@ UNREAD_IMAGES = read_tables()["unread_images"].replace(" ", "")
 """Pattern for the names of models that zerolora trains on text only."""
 NO_DATA = "set it to the data to train on"
 INT8 = (
-    "weights (per row), inputs (per token) and matmuls are int8, without LLM.int8's outliers in 16 bits; on Hopper "
+    "weights (per row), inputs (per token) and matmuls are int8, without LLM.int8's 16-bit outliers; on Hopper "
     "and Ada quantization.quant_type: fp8 is faster"
 )
 TOKENIZER_TEMPLATE = "the tokenizer's template is used, which instruct models have"
@@ -26,9 +26,9 @@ OPTIMIZERS = load_table("transformers")["optim"].values or {}
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
 CHAT_TEMPLATES: dict[str, str] = aliases.split_names(read_tables()["chat_templates"])
 
-PARTITION = read_kind(read_tables()["types"]["partition"])
+SHARDING_CONFIG = read_kind(read_tables()["types"]["partition"])
 FSDP_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-FSDP_WORDS = {*map(str.lower, FSDP_STAGES), "offload", "auto_wrap", "true"}
+FSDP_VALUES = {*map(str.lower, FSDP_STAGES), "offload", "auto_wrap", "true"}
 ATTENTION = r"eager|sdpa|(paged\|)?flash_attention_\d|flex_attention|xformers|sage|s2|fp8|[\w.|-]+/.+"
 
 Interval = tuple[str, float]
@@ -68,7 +68,7 @@ def check_model(t: Translation, name: str) -> None:
     t.require(name, "set it to a model")
     model = str(t.get(name, ""))
     if match := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
-        t.reject(name, f"its weights are in {match.group(1)}, which is not supported; use the 16-bit model")
+        t.reject(name, f"{match.group(1)} weights are not supported; use the 16-bit model")
 
 
 def check_images(t: Translation, name: str) -> None:
@@ -123,7 +123,7 @@ def check_bits(t: Translation) -> None:
         t.reject("load_in_8bit", "load_in_4bit is also set; remove one of them")
 
 
-def set_bits(t: Translation, name: str) -> None:
+def set_quantization_bits(t: Translation, name: str) -> None:
     bits = t.get(name)
     if bits not in (None, 4, 8):
         t.reject(name, "must be 4 or 8; for 16 bits, remove it")
@@ -137,8 +137,8 @@ def set_bits(t: Translation, name: str) -> None:
 def set_default_targets(t: Translation, name: str) -> None:
     if t.get_setting("adapter") == "none" or "lora.target_modules" in t.settings:
         return
-    if named := split_names(t.get("lora_target_parameters")):  # PEFT has no other default for most MoE models
-        modules = sorted({parameter.rpartition(".")[0] for parameter in named})
+    if parameters := split_names(t.get("lora_target_parameters")):  # PEFT has no other default for most MoE models
+        modules = sorted({parameter.rpartition(".")[0] for parameter in parameters})
         t.put("lora.target_modules", modules, "lora_target_parameters")
     else:
         t.put("lora.target_modules", ["q_proj", "v_proj"])
@@ -158,8 +158,8 @@ def drop_absent_layers(t: Translation) -> None:
 def set_experts(t: Translation) -> None:
     """Adapt fused experts (stored as one tensor) only if they are named: PEFT's all-linear excludes them."""
     drop_absent_layers(t)
-    if named := split_names(t.get("lora_target_parameters")):
-        t.put("lora.target_parameters", named, "lora_target_parameters")
+    if parameters := split_names(t.get("lora_target_parameters")):
+        t.put("lora.target_parameters", parameters, "lora_target_parameters")
     elif split_names(t.get_setting("lora.target_modules")) in (["all"], ["all-linear"]):
         t.put("lora.experts", False)
 
@@ -185,8 +185,8 @@ def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interva
         if name := next((name for name in names if t.get(name) is not None), None):
             t.note_unsupported(name, f"the length of a stream is unknown; set training.{kind}_steps")
     elif chosen:
-        ours = f"training.{kind}{'_' * (chosen[0] == 'steps')}{chosen[0]}"
-        t.put(ours, chosen[1], *(names if kind == "eval" else names[:3]))
+        setting = f"training.{kind}{'_' * (chosen[0] == 'steps')}{chosen[0]}"
+        t.put(setting, chosen[1], *(names if kind == "eval" else names[:3]))
 
 
 def set_saves_and_evaluations(t: Translation, saves: Interval | None, evaluations: Interval | None) -> None:
@@ -241,10 +241,10 @@ def set_distribution(t: Translation) -> None:
         if isinstance(options, str):
             if t.foreign.find(options) is None:
                 t.reject(name, "no such file; copy it here, or write its keys below fsdp_config")
-            options = read_file(t, name, options, PARTITION["fsdp_config"])
+            options = read_file(t, name, options, SHARDING_CONFIG["fsdp_config"])
         set_fsdp(t, name, options or {})
     if (value := t.get("deepspeed")) is not None:
-        set_partition(t, "deepspeed", value)
+        set_sharding(t, "deepspeed", value)
     if t.get_setting("training.optimizer") in ("adafactor", "muon") and "zero.stage" not in t.settings:
         t.put("zero.stage", 0)
 
@@ -263,25 +263,25 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     return convert_part(t, name, path, "", kind, content)
 
 
-def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
+def convert_part(t: Translation, name: str, path: str, location: str, kind: Any, value: Any) -> Any:
     """Convert part of a file to `kind`; if it does not match, report an error for key `name` and return None."""
     problems: list[str] = []
 
     def report(inner: str, part: Any, problem: str) -> None:
         problems.append(f"{path}: {inner.removeprefix('.')}={to_text(part, 40)}: {problem}".replace(": =", ": "))
 
-    converted = convert(kind, value, at, report)
+    converted = convert(kind, value, location, report)
     if problems:
         t.reject(name, problems[0])
     return None if problems else converted
 
 
-def set_partition(t: Translation, name: str, value: Any) -> None:
+def set_sharding(t: Translation, name: str, value: Any) -> None:
     """Set the ZeRO stage and offloading from a DeepSpeed or accelerate configuration, given as a mapping or a path."""
-    value = read_partition(t, name, value)
+    value = read_sharding_config(t, name, value)
     options = (value or {}).get("deepspeed_config", {})
     if "deepspeed_config_file" in options:
-        value = read_partition(t, name, options["deepspeed_config_file"])
+        value = read_sharding_config(t, name, options["deepspeed_config_file"])
     if value is None:
         return
     launcher, zero = str(value.get("distributed_type")).upper(), value.get("zero_optimization", {})
@@ -295,14 +295,14 @@ def set_partition(t: Translation, name: str, value: Any) -> None:
         set_stage(t, name, zero.get("stage", 0), offload)
 
 
-def read_partition(t: Translation, name: str, value: Any) -> Any:
+def read_sharding_config(t: Translation, name: str, value: Any) -> Any:
     """Return a DeepSpeed, FSDP or accelerate configuration, given as a mapping or a path.
 
     Returns None if the file is missing or invalid. If it is missing, sets the ZeRO stage from the file's name.
     """
     if not isinstance(value, str):
         return value
-    content = read_file(t, name, value, PARTITION)
+    content = read_file(t, name, value, SHARDING_CONFIG)
     if content is None and t.foreign.find(value) is None:
         set_stage_by_name(t, name, value)
     return content
@@ -316,7 +316,7 @@ def set_stage_by_name(t: Translation, name: str, path: str) -> None:
     elif match is not None:
         offload = ["cpu" if re.search("offload", path, re.IGNORECASE) else None] * 2
         set_stage(t, name, int(match.group(1)), offload)
-        t.note(name, f"the file does not exist; stage {match.group(1)} is taken from its name")
+        t.note(name, f"the file does not exist; using stage {match.group(1)}, as its name suggests")
     elif not re.search(r"(single|multi)_gpu", path):
         t.reject(name, "no such file, and its name has no ZeRO stage; copy the file here")
 
@@ -340,16 +340,16 @@ def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | Non
 def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     """Set the ZeRO stage from FSDP's sharding: full sharding becomes stage 3, gradient sharding stage 2."""
     settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    words = [] if is_off(t.get("fsdp")) else " ".join(split_names(t.get("fsdp"))).lower().split()
-    if unknown := [word for word in words if word not in FSDP_WORDS]:
-        t.reject("fsdp", f"{unknown[0]}: must be {', '.join(sorted(FSDP_WORDS))}")
-    named = next((word for word in words if word.upper() in FSDP_STAGES), "FULL_SHARD")
-    shards = str(settings.get("sharding_strategy", named)).upper()
-    shards = [*FSDP_STAGES][int(shards) - 1] if shards in [*"12345"] else shards
-    if shards not in FSDP_STAGES:
-        t.reject(name, f"sharding_strategy={shards}: must be {', '.join(FSDP_STAGES)}, or a number from 1 to 5")
-    stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(shards, 3)
-    offloads = settings.get("offload_params") or "offload" in words
+    fsdp_values = [] if is_off(t.get("fsdp")) else " ".join(split_names(t.get("fsdp"))).lower().split()
+    if unknown := [value for value in fsdp_values if value not in FSDP_VALUES]:
+        t.reject("fsdp", f"{unknown[0]}: must be {', '.join(sorted(FSDP_VALUES))}")
+    named_sharding = next((value for value in fsdp_values if value.upper() in FSDP_STAGES), "FULL_SHARD")
+    sharding = str(settings.get("sharding_strategy", named_sharding)).upper()
+    sharding = [*FSDP_STAGES][int(sharding) - 1] if sharding in [*"12345"] else sharding
+    if sharding not in FSDP_STAGES:
+        t.reject(name, f"sharding_strategy={sharding}: must be {', '.join(FSDP_STAGES)}, or a number from 1 to 5")
+    stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(sharding, 3)
+    offloads = settings.get("offload_params") or "offload" in fsdp_values
     set_stage(t, name, stage, ["cpu" if offloads else None] * 2)
     t.note(name, f"FSDP's sharding becomes DeepSpeed's ZeRO stage {stage}, which is equivalent")
     if settings.get("activation_checkpointing"):

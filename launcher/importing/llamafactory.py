@@ -53,7 +53,7 @@ def translate_v1(foreign: ForeignConfig) -> Translation:
     """Translate the v1 layout (USE_V1=1), in which PEFT, quantization and distribution are mappings."""
     t = Translation(foreign, V1_KEYS)
     common.check_model(t, "model")
-    common.set_bits(t, "quant_config.quantization_bit")
+    common.set_quantization_bits(t, "quant_config.quantization_bit")
     if t.get("quant_config.name") == "bnb" and t.get("quant_config.quantization_bit") is None:
         t.put("adapter", "qlora", "quant_config.name")  # 4-bit by default
     common.set_experts(t)
@@ -63,7 +63,7 @@ def translate_v1(foreign: ForeignConfig) -> Translation:
     t.put("training.weight_decay", 0.01)
     common.set_interval(t, "save", ("steps", 0))
     if t.get("dist_config.name") == "deepspeed":
-        common.set_partition(t, "dist_config.config_file", t.get("dist_config.config_file"))
+        common.set_sharding(t, "dist_config.config_file", t.get("dist_config.config_file"))
     elif t.get("dist_config.name") and t.get_setting("training.optimizer") != "muon":
         common.set_fsdp(t, "dist_config.name", t.foreign.tree["dist_config"])
     common.set_distribution(t)
@@ -97,16 +97,16 @@ def read_v1_sources(t: Translation) -> list[dict[str, Any]]:
     for name, entry in (entries or {}).items():
         if entry.get("converter") not in V1_FORMATS:
             t.reject("train_dataset", f"{name}: records need a converter: {', '.join(V1_FORMATS)}")
-        form, path = V1_FORMATS.get(entry.get("converter"), "auto"), entry.get("path", "")
-        read = {"path": str(t.foreign.find(path) or path), "format": form, "max_samples": entry.get("size")}
-        read |= {key: entry[key] for key in ("split", "weight") if key in entry}
-        sources.append({key: value for key, value in read.items() if value not in (None, "train")})
+        format_, path = V1_FORMATS.get(entry.get("converter"), "auto"), entry.get("path", "")
+        source = {"path": str(t.foreign.find(path) or path), "format": format_, "max_samples": entry.get("size")}
+        source |= {key: entry[key] for key in ("split", "weight") if key in entry}
+        sources.append({key: value for key, value in source.items() if value not in (None, "train")})
     t.note("train_dataset", "a conversation is one example; instruction and input are joined by a blank line")
     return sources
 
 
 def translate_adapter(t: Translation) -> None:
-    common.set_bits(t, "quantization_bit")
+    common.set_quantization_bits(t, "quantization_bit")
     if "lora.alpha" not in t.settings:
         t.put("lora.alpha", 2 * max(1, t.get("lora_rank", 8)))
     common.set_experts(t)
@@ -174,23 +174,21 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
         t.reject("max_samples", "must be 1 or more; remove it to use all records")
-    if (own := entry.get("num_samples")) is not None and own < 1:
-        t.reject(key, f"{name}: num_samples={own} must be 1 or more; remove it to use all records")
-    if samples := [count for count in (own, limit) if count and count > 0]:
+    if (source_limit := entry.get("num_samples")) is not None and source_limit < 1:
+        t.reject(key, f"{name}: num_samples={source_limit} must be 1 or more; remove it to use all records")
+    if samples := [count for count in (source_limit, limit) if count and count > 0]:
         source["max_samples"] = min(samples)
     if t.get("stage") == "pt":
         column = columns.get("prompt", "instruction" if formatting != "sharegpt" else "text")
         return source | {"format": "completion", "fields": {"text": column}}
     if entry.get("ranking"):
-        theirs = (
-            {"instruction": "prompt", "input": "query"} if formatting == "alpaca" else {"conversations": "messages"}
-        )
-        theirs |= {name: name for name in ("chosen", "rejected", "system", "tools", "images")}
-        fields = {ours: columns[key] for ours, key in theirs.items() if columns.get(key, ours) != ours}
+        names = {"instruction": "prompt", "input": "query"} if formatting == "alpaca" else {"conversations": "messages"}
+        names |= {name: name for name in ("chosen", "rejected", "system", "tools", "images")}
+        fields = {field: columns[name] for field, name in names.items() if columns.get(name, field) != field}
         return source | {"format": "preference", **({"fields": fields} if fields else {})}
     if formatting in ("alpaca", "sharegpt", "openai"):
-        form = "messages" if formatting == "openai" else "sharegpt"
-        read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, form)
+        format_ = "messages" if formatting == "openai" else "sharegpt"
+        read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, format_)
         return source | (mark_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
     t.reject(key, f"{name}: formatting {formatting} is not supported; use alpaca, sharegpt or openai")
     return {}
@@ -225,29 +223,28 @@ def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str
 
 
 def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
-    theirs = {"instruction": "prompt", "input": "query", "output": "response", "system": "system", "history": "history"}
-    fields = {ours: columns[name] for ours, name in theirs.items() if columns.get(name, ours) != ours}
+    names = {"instruction": "prompt", "input": "query", "output": "response", "system": "system", "history": "history"}
+    fields = {field: columns[name] for field, name in names.items() if columns.get(name, field) != field}
     if not columns or "query" in columns:
         t.note("dataset", "instruction and input are joined by a blank line instead of a newline")
     return {"format": "alpaca", **({"fields": fields} if fields else {})}
 
 
-def mark_unpaired(t: Translation, read: dict[str, Any], label: str, name: str, key: str) -> dict[str, Any]:
-    fields = {
-        {"from": "role", "value": "content"}.get(ours, ours): theirs for ours, theirs in read.get("fields", {}).items()
-    }
+def mark_unpaired(t: Translation, source: dict[str, Any], label_column: str, name: str, key: str) -> dict[str, Any]:
+    names = {"from": "role", "value": "content"}
+    fields = {names.get(field, field): column for field, column in source.get("fields", {}).items()}
     if "history" in fields:
         t.reject(key, f"{name}: history is not supported with kto_tag; write the records as messages")
-    return read | {"format": "unpaired", "fields": fields | {"label": label}}
+    return source | {"format": "unpaired", "fields": fields | {"label": label_column}}
 
 
-def read_turns(columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, Any]:
-    turns, role, content = TURNS[form]
+def read_turns(columns: dict[str, str], tags: dict[str, str], format_: str) -> dict[str, Any]:
+    turns, role, content = TURNS[format_]
     if "system" in columns:  # only sharegpt supports it
-        form = "sharegpt"
-    theirs = (columns.get("messages", turns), tags.get("role_tag", role), tags.get("content_tag", content))
-    names: dict[str, str] = dict(zip(TURNS[form], theirs, strict=True))
+        format_ = "sharegpt"
+    used_names = (columns.get("messages", turns), tags.get("role_tag", role), tags.get("content_tag", content))
+    names: dict[str, str] = dict(zip(TURNS[format_], used_names, strict=True))
     names |= {key: columns[key] for key in ("system", "tools", "images") if key in columns}
-    roles = {ours: [tags[tag]] for ours, (tag, *known) in ROLES.items() if tags.get(tag, ours).lower() not in known}
+    roles = {role: [tags[tag]] for role, (tag, *known) in ROLES.items() if tags.get(tag, role).lower() not in known}
     fields = {key: name for key, name in names.items() if name != key}
-    return {"format": form, **({"fields": fields} if fields else {}), **({"roles": roles} if roles else {})}
+    return {"format": format_, **({"fields": fields} if fields else {}), **({"roles": roles} if roles else {})}

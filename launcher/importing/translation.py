@@ -25,16 +25,17 @@ from trainer.config.yaml_core import parse_scalar
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 UNSET: Any = object()
 MAP_PROBLEM = "must be a mapping, such as {a: b}"
-OFF_WORDS = ("false", "no", "off", "none", "null")
+OFF_VALUES = ("false", "no", "off", "none", "null")
 
 # Types of values, bounded so that arithmetic neither overflows nor produces NaN.
 Text = Annotated[str, BeforeValidator(partial(parse_value, str))]
-Whole = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
+WholeNumber = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(-(10**12)), Le(10**12)]
+ZeroStage = Annotated[int, BeforeValidator(partial(parse_value, int)), Ge(0), Le(3)]
 LONGEST_TIMEOUT_MINUTES = 1e6
 _Float = Annotated[float, BeforeValidator(partial(parse_value, float)), Field(allow_inf_nan=False), Ge(-1e12), Le(1e12)]
-Number = _Float | Whole
+Number = _Float | WholeNumber
 """A number; whole numbers stay integers."""
-Steps = Annotated[Whole | _Float, "steps"]
+Steps = Annotated[WholeNumber | _Float, "steps"]
 Minutes = Annotated[Number, Gt(0), AfterValidator(lambda seconds: min(seconds / 60, LONGEST_TIMEOUT_MINUTES))]
 """Seconds, converted to minutes."""
 Names = (Text, [Text])
@@ -44,8 +45,8 @@ Strategy = Annotated[
     Literal["no", "steps", "epoch", "best"], BeforeValidator(lambda value: "no" if value is False else value)
 ]
 KINDS = {
-    "flag": bool, "whole": Whole, "number": Number, "steps": Steps, "text": Text, "names": Names,
-    "flag-or-text": bool | Text, "strategy": Strategy, "minutes": Minutes,
+    "flag": bool, "whole": WholeNumber, "number": Number, "steps": Steps, "text": Text, "names": Names,
+    "flag-or-text": bool | Text, "strategy": Strategy, "minutes": Minutes, "zero-stage": ZeroStage,
 }  # fmt: skip
 
 
@@ -92,11 +93,11 @@ def load_table(name: str) -> dict[str, Key]:
         for entry in keys.split() if word in ("copy", "none", *KINDS) else ():
             key, _, no_value = entry.partition("!")
             key, _, default = key.partition(":")
-            key, _, ours = key.partition("=")
-            ours = (ours or ALIASES.get(key, key)) if word == "copy" else ""
-            kind = _find_setting_kind(ours) if ours else KINDS.get(word, Any)
+            key, _, setting = key.partition("=")
+            setting = (setting or ALIASES.get(key, key)) if word == "copy" else ""
+            kind = _find_setting_kind(setting) if setting else KINDS.get(word, Any)
             unless = (parse_scalar(no_value),) if no_value else ()
-            table.setdefault(key, Key(kind, ours, parse_scalar(default) if default else UNSET, unless))
+            table.setdefault(key, Key(kind, setting, parse_scalar(default) if default else UNSET, unless))
     for names, why in source.get("left_out", {}).items():
         table |= {key: replace(table.get(key, Key()), left_out=why) for key in names.split()}
     return (load_table(source["includes"]) if "includes" in source else {}) | table
@@ -123,9 +124,9 @@ def read_kind(kind: Any) -> Any:
     return reduce(or_, [*types, *([Literal[constants]] if constants else [])])
 
 
-def _find_setting_kind(ours: str) -> Any:
-    accepted = list_accepted_types(get_setting_type(ours))
-    kinds = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
+def _find_setting_kind(setting: str) -> Any:
+    accepted = list_accepted_types(get_setting_type(setting))
+    kinds = ((bool, bool), (float, Number), (int, WholeNumber), (tuple, Names), (str, Text))
     return next((kind for known, kind in kinds if known in accepted), Any)
 
 
@@ -227,7 +228,9 @@ class Translation:
         """Report an error, unless the key already has one."""
         is_bare = self.foreign.is_command_line and value is True  # an option without a value
         value_text = "" if value is UNSET or is_bare else f"={to_text(value, 40)}"
-        problem = "has no value; add one after it" if is_bare and problem.startswith("must be a string") else problem
+        problem = (
+            "missing value; add it after the option" if is_bare and problem.startswith("must be a string") else problem
+        )
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{value_text}: {problem}")
 
     def reject(self, name: str, problem: str) -> None:
@@ -300,10 +303,10 @@ class Translation:
     def report_config_error(self, mistake: Mistake | str) -> None:
         assert isinstance(mistake, Mistake), mistake
         parents = accumulate(mistake.setting.split("."), lambda section, name: f"{section}.{name}")
-        ours = next((name for name in parents if name in self.settings), "")
-        names = self.settings[ours].names if ours else ()
+        setting = next((name for name in parents if name in self.settings), "")
+        names = self.settings[setting].names if setting else ()
         if names and names[0] not in self._mistakes:
-            name = names[0] + mistake.setting.removeprefix(ours)
+            name = names[0] + mistake.setting.removeprefix(setting)
             if isinstance(self._get_raw(name), (list, dict)) and not isinstance(mistake.value, (list, tuple, dict)):
                 mistake = replace(mistake, value=None)
             self._mistakes.setdefault(name, str(replace(mistake, name=self.foreign.locate(name))))
@@ -318,7 +321,7 @@ class Translation:
 
 def is_off(value: Any) -> bool:
     """Return whether a value is empty, false, or a string such as `none`."""
-    return value in EMPTY or str(value).strip().lower() in OFF_WORDS
+    return value in EMPTY or str(value).strip().lower() in OFF_VALUES
 
 
 def split_names(value: Any) -> list[str]:

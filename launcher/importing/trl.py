@@ -26,8 +26,7 @@ SCRIPTS = {name: load_table(f"trl_{name}") for name in ("dpo", "kto", "reward")}
 
 def read_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
     """Parse the command line of a script and its launcher: `--name value`, `--name=value` and `--flag`."""
-    at = next((at for at, word in enumerate(arguments) if word.endswith(".py")), None)
-    script = "" if at is None else arguments[at]
+    script = next((word for word in arguments if word.endswith(".py")), "")
     if arguments[0] == "trl":
         script = " ".join(arguments[:2])
         others = "|".join(REFUSED_SCRIPTS)
@@ -45,7 +44,7 @@ def read_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
     foreign = ForeignConfig("TRL", script or "the command line", tree, folder, is_command_line=True)
     if config := tree.pop("config", None):
         if config is True:
-            raise UserError("--config: has no value; add a file after it")
+            raise UserError("--config: missing value; pass a configuration file, such as --config sft.yaml")
         foreign.path = Path(str(config))
         file = read_yaml(foreign.path, Yaml11Loader)
         foreign.tree = {**{str(name): value for name, value in file.tree.items()}, **tree}
@@ -62,7 +61,7 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
             continue
         name, equals, value = word[2:].partition("=")
         if equals and not value:
-            raise UserError(f"--{name}: has no value; write one after the =")
+            raise UserError(f"--{name}: missing value after the =")
         if single := next((value for value in values if re.match("-[a-z]", value)), None):
             raise UserError(f"{single}: options begin with two dashes; write -{single}")
         name = name.replace("-", "_")
@@ -154,13 +153,13 @@ def translate_data(t: Translation) -> None:
         t.put("dataset.evaluation", {**source, "split": split}, "eval_strategy", "dataset_test_split")
 
 
-def read_source(t: Translation, entry: dict[str, Any], at: str) -> dict[str, Any]:
+def read_source(t: Translation, entry: dict[str, Any], location: str) -> dict[str, Any]:
     if "path" not in entry:
-        t.report(at, entry, "has no path; add one")
+        t.report(location, entry, "has no path; add one")
     if "data_dir" in entry:
-        t.report(f"{at}.data_dir", entry["data_dir"], "not supported; list its files in data_files")
+        t.report(f"{location}.data_dir", entry["data_dir"], "not supported; list its files in data_files")
     if "columns" in entry:
-        t.note_unsupported(at, "columns: fields are recognized by their names")
+        t.note_unsupported(location, "columns: fields are recognized by their names")
     return {key: entry[key] for key in ("path", "name", "split", "data_files") if key in entry}
 
 
@@ -171,6 +170,6 @@ def translate_accelerate(t: Translation) -> None:
     name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)
     if name in launcher:
         options = {option: value for option in OPTIONS if (value := t.get(option)) is not None}
-        common.set_partition(t, name, {"distributed_type": launcher[name], "deepspeed_config": options})
+        common.set_sharding(t, name, {"distributed_type": launcher[name], "deepspeed_config": options})
     elif name is not None:
-        common.set_partition(t, name, t.get(name))
+        common.set_sharding(t, name, t.get(name))

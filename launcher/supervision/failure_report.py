@@ -38,7 +38,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Death:
+class RankExit:
     time: float
     """Value of time.monotonic()."""
     status: int | None = None
@@ -48,7 +48,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FailureSummary:
     """Why a run failed, as reported to the user."""
 
     status: int
@@ -61,13 +61,13 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureEvidence:
     """Evidence about a failed run."""
 
     logs: Path
     old_sizes: Mapping[str, int]
     """Size in bytes of each log before the run."""
-    deaths: Mapping[int, Death]
+    exits: Mapping[int, RankExit]
     """The ranks that failed."""
     code: int
     """Exit code of the launcher that started the ranks; DeepSpeed's is 256 - N if signal N killed a rank."""
@@ -76,17 +76,17 @@ class Failure:
     launcher_failed: bool = False
     """Whether `code` describes the launcher that started the ranks, not a rank."""
 
-    def report(self) -> Fault:
+    def report(self) -> FailureSummary:
         """Print to stderr why the run failed: one line for a user error, about 15 lines for other failures."""
         beats, errors = read_heartbeats(self.logs), read_errors(self.logs)
-        texts = {rank: _read_new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
+        texts = {rank: _read_new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.exits}
         mistakes = [error for _, error in sorted(errors.items()) if error.is_user_error]
         if self.code == UserError.exit_code and mistakes:
             say(reason := f"error: {mistakes[0].text}")
-            return Fault(self.code, reason, is_user_error=True)
+            return FailureSummary(self.code, reason, is_user_error=True)
         ranks_with_error = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
         rank = self._find_root_rank(ranks_with_error)
-        if rank is None or not (_was_killed(self.deaths[rank]) or rank in ranks_with_error):
+        if rank is None or not (_was_killed(self.exits[rank]) or rank in ranks_with_error):
             if self.lost:
                 return self._report_lost(beats)
             rank = None if self.launcher_failed else rank
@@ -110,42 +110,42 @@ class Failure:
         for line in excerpt:
             say(f"  {line}")
         say(f"full log: {log}")
-        return Fault(status, reason, rank, is_user_error=rank in {error.rank for error in mistakes})
+        return FailureSummary(status, reason, rank, is_user_error=rank in {error.rank for error in mistakes})
 
-    def _report_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
+    def _report_lost(self, beats: Mapping[int, Heartbeat]) -> FailureSummary:
         host, evidence = next(iter(self.lost.items()))
         ranks = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
         position = f" (rank {ranks[0]} there: {beats[ranks[0]].describe_position()})" if ranks else ""
         reason = f"lost the connection to {host}: {evidence}{position}"
         say(f"the run failed: {reason}")
         say(f"full log: {self.logs / 'launcher.log'}")
-        return Fault(1, reason, ranks[0] if ranks else None)
+        return FailureSummary(1, reason, ranks[0] if ranks else None)
 
     def _find_root_rank(self, ranks_with_error: Set[int]) -> int | None:
         """Return the root-cause rank: the first one that was killed, else one with an error, else the first to exit."""
-        if not self.deaths:
+        if not self.exits:
             return None
-        first = min(death.time for death in self.deaths.values())
+        first = min(rank_exit.time for rank_exit in self.exits.values())
 
         def sort_key(rank: int) -> tuple[bool, bool, float]:
-            death = self.deaths[rank]
-            killed = _was_killed(death) and death.time - first < SIMULTANEOUS_S
-            return not killed, death.killed_by_launcher or rank not in ranks_with_error, death.time
+            rank_exit = self.exits[rank]
+            killed = _was_killed(rank_exit) and rank_exit.time - first < SIMULTANEOUS_S
+            return not killed, rank_exit.killed_by_launcher or rank not in ranks_with_error, rank_exit.time
 
-        return min(self.deaths, key=sort_key)
+        return min(self.exits, key=sort_key)
 
     def _find_status(self, rank: int | None) -> int:
-        if rank is not None and self.deaths[rank].status is not None:
-            return self.deaths[rank].status or 0
+        if rank is not None and self.exits[rank].status is not None:
+            return self.exits[rank].status or 0
         return decode_exit_code(self.code)
 
 
-def _was_killed(death: Death) -> bool:
+def _was_killed(rank_exit: RankExit) -> bool:
     """Return whether an external signal killed the rank, except SIGTERM, which launchers send to the other ranks."""
-    return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.killed_by_launcher
+    return (rank_exit.status or 0) < 0 and rank_exit.status != -signal.SIGTERM and not rank_exit.killed_by_launcher
 
 
-def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: HangReport, *, is_reported: bool) -> Fault:
+def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: HangReport, *, is_reported: bool) -> FailureSummary:
     """Print to stderr which rank hangs, unless `is_reported` is set, and its Python stack."""
     if not is_reported:
         say(f"the run failed: {hang.text}")
@@ -154,7 +154,7 @@ def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: HangReport, *, i
     for line in find_last_stack(text) or find_last_traceback(text):
         say(f"  {line}")
     say(f"stacks of all ranks: {logs}/rank-*.log")
-    return Fault(1, hang.text, rank)
+    return FailureSummary(1, hang.text, rank)
 
 
 def read_log_sizes(logs: Path) -> dict[str, int]:

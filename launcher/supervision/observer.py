@@ -11,7 +11,7 @@ import psutil
 
 from launcher.supervision.build_locks import remove_stale_locks
 from launcher.supervision.processes import find_local_ranks, is_stopped, send_signal
-from launcher.supervision.remote import LauncherLog, Reach
+from launcher.supervision.remote import LauncherLog, RemoteRanks
 from launcher.supervision.terminal import say
 from trainer.contract.heartbeat import HangReport, Heartbeat, read_hang_report, read_heartbeats
 from trainer.contract.rendezvous import get_host_name
@@ -34,16 +34,16 @@ def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> HangReport:
     """
     never_seen = [rank for rank in range(ranks) if rank not in beats]
     if not beats or not never_seen:
-        return HangReport([0], "no rank sends heartbeats any more: all ranks, or their hosts, have stopped")
+        return HangReport([0], "all ranks have stopped sending heartbeats; they, or their hosts, have stopped")
     text = "; ".join(f"rank {rank} has sent no heartbeat since it was started" for rank in never_seen)
     return HangReport(never_seen, f"{text}; the others have stopped sending heartbeats")
 
 
-def name_hosts(hang: HangReport, reach: Reach | None) -> HangReport:
+def add_host_names(hang: HangReport, remote: RemoteRanks | None) -> HangReport:
     """Add the host of each rank to the hang message, because ranks may not know each other's hosts."""
     text = hang.text
     for rank in hang.ranks:
-        host = get_host_name() if reach is None else reach.find_host(rank)
+        host = get_host_name() if remote is None else remote.find_host(rank)
         if host:
             text = text.replace(f"rank {rank} has ", f"rank {rank} on {host} has ")
     return HangReport(hang.ranks, text)
@@ -99,19 +99,19 @@ class FolderWatch:
 
 
 class Observer:
-    def __init__(self, logs: Path, count: int, reach: Reach | None, hang_timeout_s: float) -> None:
+    def __init__(self, logs: Path, ranks: int, remote: RemoteRanks | None, hang_timeout_s: float) -> None:
         self.folder, self.log = FolderWatch(logs), LauncherLog(logs / "launcher.log")
         self.ranks: dict[int, psutil.Process] = {}
         """Processes of the known ranks on this host."""
         self.has_begun_step = False
         """Whether a rank has begun a step."""
-        self.codes: set[int | None] = set()
+        self.exit_codes: set[int | None] = set()
         """Exit codes in the heartbeats; None for ranks that have not exited."""
         self.has_failure = False
         """Whether the ranks' launcher has reported a failed rank or host."""
-        self.silent_run: HangReport | None = None
+        self.silence: HangReport | None = None
         self.has_reported_hang = False
-        self._logs, self._count, self._reach = logs, count, reach
+        self._logs, self._world_size, self._remote = logs, ranks, remote
         self._unfinished: dict[int, Heartbeat] = {}
         self._changed_at = time.monotonic()
         self._silence_s = 1.5 * hang_timeout_s + SILENCE_S if hang_timeout_s else math.inf
@@ -129,11 +129,11 @@ class Observer:
             return
         beats = read_heartbeats(self._logs)
         self.has_begun_step |= any(beat.step for beat in beats.values())
-        self.codes = {beat.exit_code for beat in beats.values()}
-        if self._reach is not None:
+        self.exit_codes = {beat.exit_code for beat in beats.values()}
+        if self._remote is not None:
             self.ranks = find_local_ranks(beats.values()) | self.ranks
             self.has_failure = self.has_failure or self.log.has_failure()
-            ended = len(beats) == self._count and None not in self.codes
+            ended = len(beats) == self._world_size and None not in self.exit_codes
             self._all_ended_at = (self._all_ended_at or now) if ended else None
         if now > self._locks_due_at:
             # Before its first step, this run may be waiting for a build that was killed.
@@ -144,11 +144,11 @@ class Observer:
             self._unfinished, self._changed_at = unfinished, now
         if now - self._changed_at > self._silence_s:
             # Diagnose before terminating mpirun, which resumes stopped ranks.
-            self.silent_run = diagnose_silence(self._count, beats)
+            self.silence = diagnose_silence(self._world_size, beats)
         if (hang := read_hang_report(self._logs)) is not None:
             if not self.has_reported_hang:
                 self.has_reported_hang = True  # now, because the launcher may wait forever for an unreachable host
-                say(f"the run failed: {name_hosts(hang, self._reach).text}")
+                say(f"the run failed: {add_host_names(hang, self._remote).text}")
             # Let stopped ranks write their stacks and exit. Ranks without heartbeats would start training instead.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
             send_signal(halted, signal.SIGCONT)

@@ -25,7 +25,7 @@ from trainer.contract.rank_arguments import CHECKED_MESSAGE, PRESTARTED, StartMe
 from trainer.contract.rendezvous import get_host_name
 
 POLL_S = 0.05
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 FAILED = "the run failed during its checks"
 _SIGNALS_BY_CODE = {get_signal_exit_code(number): number for number in FORWARDED_SIGNALS}
 
@@ -92,9 +92,8 @@ class PrestartedRanks:
             for rank, process in enumerate(self.processes if hang_timeout_s else ()):
                 stopped_s[rank] = stopped_s[rank] + POLL_S if is_stopped(psutil.Process(process.pid)) else 0.0
                 if stopped_s[rank] > hang_timeout_s:
-                    say(
-                        f"{FAILED}: the run hangs: rank {rank} on {get_host_name()} is stopped (SIGSTOP, or a debugger)"
-                    )
+                    where = f"rank {rank} on {get_host_name()}"
+                    say(f"{FAILED}: the run is hung: {where} is stopped (SIGSTOP, or a debugger)")
                     self.kill()
                     return EXIT_FAILED
         return self._stop()
@@ -129,10 +128,10 @@ class PrestartedRanks:
         return code or 1
 
     def _stop(self) -> int:
-        """Let rank 0 clean up for at most PATIENCE_S or until a signal, kill all ranks, and return the exit code."""
+        """Let rank 0 clean up for at most TIMEOUT_S or until a signal, kill all ranks, and return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
-        while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < PATIENCE_S:
+        while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < TIMEOUT_S:
             time.sleep(POLL_S)
         self.kill()
         return _report_stop(number)

@@ -16,9 +16,9 @@ from trainer.contract.exit_codes import FORWARDED_SIGNALS, get_signal_exit_code,
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.rendezvous import get_host_name
 
-END_PATIENCE_S = 10.0
+END_TIMEOUT_S = 10.0
 POLL_S = 0.05
-CHILD_PATIENCE_S = 10.0
+CHILD_TIMEOUT_S = 10.0
 
 
 def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
@@ -61,7 +61,7 @@ def kill_sessions(leader_pids: Collection[int]) -> None:
 
     Orphans of a dead leader have init as their parent, but stay in the leader's session.
     """
-    deadline = time.monotonic() + END_PATIENCE_S
+    deadline = time.monotonic() + END_TIMEOUT_S
     while members := _list_session_members(leader_pids):
         send_signal(members, signal.SIGKILL)
         if time.monotonic() > deadline:
@@ -90,7 +90,7 @@ def is_stopped(process: psutil.Process) -> bool:
 def run_child(argv: Sequence[str], failed: str = "") -> int:
     """Run `python -m launcher.module ...` in this terminal, and return its exit code.
 
-    Forwards signals, and kills the child CHILD_PATIENCE_S after the first or on the second. The exit code is then 128 +
+    Forwards signals, and kills the child CHILD_TIMEOUT_S after the first or on the second. The exit code is then 128 +
     the signal's number, or 75 for SIGUSR1. If another process kills the child, prints a message prefixed with `failed`.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it
@@ -105,7 +105,7 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         while (code := child.poll()) is None:
-            if received and (len(received) > 1 or time.monotonic() - received[0][1] > CHILD_PATIENCE_S):
+            if received and (len(received) > 1 or time.monotonic() - received[0][1] > CHILD_TIMEOUT_S):
                 break
             time.sleep(POLL_S)
     finally:

@@ -16,7 +16,7 @@ from launcher.targets.slurm import Allocation
 from trainer.contract.exit_codes import STOP_CODES
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 
-END_PATIENCE_S = 20.0
+END_TIMEOUT_S = 20.0
 # "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed)."
 _MPIRUN_STATUS = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 # "srun: error: n2: task 1: Killed", "srun: error: n2: tasks 0,2-7: Exited with exit code 1"
@@ -39,7 +39,7 @@ _SRUN_FAILURE = re.compile(r"^srun: error: .*?(?:[Tt]ask|Node).*?(?:exit code (\
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
-class Reach:
+class RemoteRanks:
     """Signals ranks through mpirun and parses from its log how they exited; subclasses support srun and ssh."""
 
     def find_host(self, rank: int) -> str:
@@ -57,7 +57,7 @@ class Reach:
     def kill(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         """Kill every rank now. srun and mpirun kill them on SIGTERM; SIGKILL would kill only srun or mpirun."""
         process.terminate()
-        deadline = time.monotonic() + END_PATIENCE_S
+        deadline = time.monotonic() + END_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
@@ -74,7 +74,7 @@ class Reach:
         return status < 0
 
 
-class SrunReach(Reach):
+class SrunRanks(RemoteRanks):
     """Signals ranks through srun, in an allocation that may lose nodes."""
 
     def __init__(self, allocation: Allocation) -> None:
@@ -98,19 +98,19 @@ class SrunReach(Reach):
         return dict.fromkeys(silent, evidence) if statuses and _SRUN_ENDS.search(log) else {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
-        # end_with_launcher.py returns 128 + N for signal N. srun also does this for a task, but then logs the task.
+        # run_until_launcher_exits.py returns 128 + N for signal N. So does srun for a task, but then it logs the task.
         return status < 0 or (status > 128 and not _parse_srun(log))
 
 
-class SshReach(Reach):
+class SshRanks(RemoteRanks):
     """Signals ranks over ssh, because pdsh does not forward signals. Ranks are numbered in the order of `slots`."""
 
     def __init__(self, slots: Slots) -> None:
         self._hosts = list(slots)
-        self._host_of_rank = [host for host, gpus in slots.items() for _ in gpus]
+        self._hosts_by_rank = [host for host, gpus in slots.items() for _ in gpus]
 
     def find_host(self, rank: int) -> str:
-        return self._host_of_rank[rank] if rank < len(self._host_of_rank) else ""
+        return self._hosts_by_rank[rank] if rank < len(self._hosts_by_rank) else ""
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         alive = [beat for _, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None]
@@ -132,7 +132,7 @@ class SshReach(Reach):
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         statuses: dict[int, int] = {}
         for label, code in _PDSH_STATUS.findall(log):
-            ranks = [rank for rank, host in enumerate(self._host_of_rank) if _matches_host(label, host)]
+            ranks = [rank for rank, host in enumerate(self._hosts_by_rank) if _matches_host(label, host)]
             silent = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
             if silent and decode_exit_code(int(code)) < 0:
                 # A host's launcher reports the rank that exited first: the one with the oldest heartbeat.
@@ -173,7 +173,7 @@ def _matches_host(label: str, host: str) -> bool:
 
 
 class LauncherLog:
-    """Reads what the ranks' launcher has written to its log since `skip_current`."""
+    """Reads what the ranks' launcher has written to its log since `skip_existing_output`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -182,7 +182,7 @@ class LauncherLog:
         self.text_before_end = ""
         """Text at the first failure or stop, before this process killed any rank."""
 
-    def skip_current(self) -> None:
+    def skip_existing_output(self) -> None:
         self._start = self._path.stat().st_size
 
     def has_failure(self) -> bool:

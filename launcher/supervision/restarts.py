@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.supervision.failure_report import Fault
+from launcher.supervision.failure_report import FailureSummary
 from launcher.supervision.terminal import say
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE, STOP_CODES
 from trainer.contract.heartbeat import read_heartbeats
@@ -32,9 +32,9 @@ _RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
 
 
 @dataclass(frozen=True)
-class Ending:
+class AttemptResult:
     code: int
-    fault: Fault | None = None
+    failure: FailureSummary | None = None
     """None if the ranks finished, were stopped, or requested a smaller micro-batch."""
     ranks: int = 0
     """Number of ranks started."""
@@ -44,21 +44,21 @@ class Ending:
     """Whether the failed rank, or any rank if it is unknown, completed a step."""
 
     @classmethod
-    def from_heartbeats(cls, logs: Path, code: int, fault: Fault | None, ranks: int) -> "Ending":
+    def from_heartbeats(cls, logs: Path, code: int, failure: FailureSummary | None, ranks: int) -> "AttemptResult":
         by_rank = read_heartbeats(logs)
-        failed = by_rank.get(fault.rank) if fault is not None and fault.rank is not None else None
+        failed = by_rank.get(failure.rank) if failure is not None and failure.rank is not None else None
         beats = [failed] if failed is not None else list(by_rank.values())  # other ranks may be a step ahead
         step = max((beat.step for beat in beats), default=0)
-        return cls(code, fault, ranks, step, any(beat.has_completed_step for beat in beats))
+        return cls(code, failure, ranks, step, any(beat.has_completed_step for beat in beats))
 
-    def is_same_failure(self, other: "Ending | None") -> bool:
+    def is_same_failure(self, other: "AttemptResult | None") -> bool:
         """Return whether both attempts failed in the same step with the same status."""
-        if other is None or self.fault is None or other.fault is None:
+        if other is None or self.failure is None or other.failure is None:
             return False
-        return self.step > 0 and (self.step, self.fault.status) == (other.step, other.fault.status)
+        return self.step > 0 and (self.step, self.failure.status) == (other.step, other.failure.status)
 
 
-Start = Callable[[Sequence[str]], Ending]
+StartAttempt = Callable[[Sequence[str]], AttemptResult]
 """Function that starts the ranks with additional `key=value` settings and returns how the attempt ended."""
 
 
@@ -68,16 +68,16 @@ class Restarts:
     def __init__(
         self,
         run_dir: Path,
-        start: Start,
+        start: StartAttempt,
         *,
         max_restarts: int,
         resumes: bool,
-        exclude: Callable[[Ending], str | None] | None = None,
+        exclude: Callable[[AttemptResult], str | None] | None = None,
         adapters: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Allow `max_restarts` restarts after failures; `resumes` means that the user set a checkpoint to resume from.
 
-        `exclude(ending)` excludes a host or GPU that failed before completing a step and returns its name; without
+        `exclude(result)` excludes a host or GPU that failed before completing a step and returns its name; without
         `exclude`, such a failure ends the run. `adapters` are the run's adapters, which `zerolora adapters` may change.
         """
         self._adapters = list(adapters)
@@ -93,30 +93,30 @@ class Restarts:
             delete_restarts(run_dir)
 
     def run(self) -> int:
-        before = None
+        previous = None
         while True:
-            ending = self._start([f"{name}={value}" for name, value in self._settings.items()])
+            result = self._start([f"{name}={value}" for name, value in self._settings.items()])
             note = RestartNote.take(self._logs)
-            if ending.code == EXIT_RESTART:
-                if note is None or not self._retry_with_smaller_batch(note, ending):
+            if result.code == EXIT_RESTART:
+                if note is None or not self._retry_with_smaller_batch(note, result):
                     return EXIT_FAILED
             elif (
-                ending.code == EXIT_OK
+                result.code == EXIT_OK
                 and (new := apply_recorded_changes(self._run_dir, self._adapters)) != self._adapters
             ):
                 self._adapters, self._settings["adapters"] = new, json.dumps(new)
-                self._prepare_next(ending, "the adapters were changed")
+                self._prepare_next_attempt(result, "the adapters were changed")
                 say("the adapters were changed: resuming")
-            elif not self._should_restart(ending, before):
-                return ending.code
+            elif not self._should_restart(result, previous):
+                return result.code
             else:
-                assert ending.fault is not None
+                assert result.failure is not None
                 self._restarts += 1
-                checkpoint = self._prepare_next(ending, ending.fault.reason)
+                checkpoint = self._prepare_next_attempt(result, result.failure.reason)
                 say(f"restart {self._restarts} of {self._max_restarts}: resuming from {checkpoint or 'the start'}")
-            before, self._has_trained = ending, self._has_trained or ending.has_completed_step
+            previous, self._has_trained = result, self._has_trained or result.has_completed_step
 
-    def _retry_with_smaller_batch(self, note: RestartNote, ending: Ending) -> bool:
+    def _retry_with_smaller_batch(self, note: RestartNote, result: AttemptResult) -> bool:
         if self._halvings == MAX_HALVINGS:
             say(
                 f"out of memory in step {note.step} after {MAX_HALVINGS} halvings; use "
@@ -126,50 +126,51 @@ class Restarts:
         self._halvings += 1
         self._settings |= note.format_overrides()
         batch = f"batch_size {note.batch_size}, accumulation {note.gradient_accumulation_steps}"
-        checkpoint = self._prepare_next(ending, f"out of memory in step {note.step}; continued with {batch}", note.step)
+        reason = f"out of memory in step {note.step}; continued with {batch}"
+        checkpoint = self._prepare_next_attempt(result, reason, note.step)
         say(f"out of memory in step {note.step}: resuming from {checkpoint or 'the start'} with {batch}")
         return True
 
-    def _should_restart(self, ending: Ending, before: Ending | None) -> bool:
-        if ending.code in (EXIT_OK, EXIT_USAGE, *STOP_CODES) or ending.fault is None or not self._max_restarts:
+    def _should_restart(self, result: AttemptResult, previous: AttemptResult | None) -> bool:
+        if result.code in (EXIT_OK, EXIT_USAGE, *STOP_CODES) or result.failure is None or not self._max_restarts:
             return False
-        if ending.fault.is_user_error:
+        if result.failure.is_user_error:
             return False  # a restart would fail in the same way
-        if ending.is_same_failure(before):
-            inspect = f"zerolora inspect {self._run_dir / 'training_config.json'} --step {ending.step}"
+        if result.is_same_failure(previous):
+            inspect = f"zerolora inspect {self._run_dir / 'training_config.json'} --step {result.step}"
             say(
-                f"not restarted: step {ending.step} failed twice in the same way; `{inspect} --ranks {ending.ranks}` "
+                f"not restarted: step {result.step} failed twice in the same way; `{inspect} --ranks {result.ranks}` "
                 "shows its samples"
             )
             return False
         if self._restarts == self._max_restarts:
             say(f"not restarted: training.max_restarts={self._max_restarts} is reached")
             return False
-        return ending.has_completed_step or self._try_exclude(ending)
+        return result.has_completed_step or self._try_exclude(result)
 
-    def _try_exclude(self, ending: Ending) -> bool:
+    def _try_exclude(self, result: AttemptResult) -> bool:
         """Exclude the failed host or GPU, if an earlier attempt completed a step; return whether it was excluded."""
-        excluded = self._exclude(ending) if self._exclude is not None and self._has_trained else None
+        excluded = self._exclude(result) if self._exclude is not None and self._has_trained else None
         if excluded is None:
             say("not restarted: no step was completed since the ranks were started")
         else:
             say(f"{excluded} is excluded: it failed again before completing a step")
         return excluded is not None
 
-    def _prepare_next(self, ending: Ending, reason: str, step: int = 0) -> str:
+    def _prepare_next_attempt(self, result: AttemptResult, reason: str, step: int = 0) -> str:
         """Make the next attempt resume from this run's newest complete checkpoint; return its name or an empty string.
 
         `step` is the step in a restart note, because the heartbeats may lack it.
         """
         checkpoints = list_complete_checkpoints(self._run_dir)
         newest = find_newest_checkpoint(name for name, at in checkpoints.items() if self._before.get(name) != at)
-        if ending.step or step or self._read_record_mtime() != self._record_before:
+        if result.step or step or self._read_record_mtime() != self._record_before:
             # This run has already moved an earlier run's files aside. Do not delete anything now, even if no checkpoint
             # is visible: network file systems may show new files late.
             self._settings[_OVERWRITE] = "false"
             if newest or not self._resumes:
                 self._settings[_RESUME] = "auto"
-        record_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
+        record_restart(self._run_dir, Restart(round(time.time(), 3), reason, result.step, newest, result.ranks))
         return newest
 
     def _read_record_mtime(self) -> int:

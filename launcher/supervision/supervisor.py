@@ -5,8 +5,8 @@ For ranks started by srun, mpirun or pdsh, heartbeats show how they exited, the 
 and exit code 0 from the launcher means success unless a heartbeat contradicts it.
 
 DeepSpeed's launcher (0.19.8), which pdsh starts on every host, does not handle failures well enough:
-- It waits up to 30 s for each of the other ranks in turn. This process gives all of them together FAILURE_PATIENCE_S,
-  or SAVE_PATIENCE_S after a signal.
+- It waits up to 30 s for each of the other ranks in turn. This process gives all of them together FAILURE_TIMEOUT_S,
+  or SAVE_TIMEOUT_S after a signal.
 - It returns the exit code of the failed rank that it happens to check first, 256 - N for signal N.
 """
 
@@ -23,10 +23,10 @@ from typing import IO
 
 import psutil
 
-from launcher.supervision.failure_report import Death, Failure, Fault, read_log_sizes, report_hang
-from launcher.supervision.observer import Observer, name_hosts
+from launcher.supervision.failure_report import FailureEvidence, FailureSummary, RankExit, read_log_sizes, report_hang
+from launcher.supervision.observer import Observer, add_host_names
 from launcher.supervision.processes import is_alive, kill_sessions, list_trees, send_signal
-from launcher.supervision.remote import Reach
+from launcher.supervision.remote import RemoteRanks
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import (
@@ -45,13 +45,13 @@ from trainer.contract.launcher_process import touch_alive_file
 from trainer.contract.restart_record import RestartNote
 
 POLL_S = 0.1
-FAILURE_PATIENCE_S = 8.0
-SAVE_PATIENCE_S = 60.0  # after a signal, when other ranks may still complete a checkpoint
+FAILURE_TIMEOUT_S = 8.0
+SAVE_TIMEOUT_S = 60.0  # after a signal, when other ranks may still complete a checkpoint
 # An unreachable host never reports that its ranks exited, and ssh waits for it until TCP times out.
-END_PATIENCE_S = 22.0
+END_TIMEOUT_S = 22.0
 # `timeout` and some schedulers signal both the process and its group: count signals within this interval once.
 SAME_SIGNAL_S = 0.5
-Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
+StartProcesses = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
 
 
 class RunState(Enum):
@@ -100,7 +100,7 @@ class StopSignals:
 class Supervisor:
     """Supervises one run of a command: its processes, the signals received, and how each rank exited.
 
-    `reach` signals ranks that were started by srun, mpirun or pdsh, on this host or others. `start(log)` starts the
+    `remote` signals ranks that were started by srun, mpirun or pdsh, on this host or others. `start(log)` starts the
     processes, which write their output to `log`; by default, it starts `command`.
     """
 
@@ -110,21 +110,21 @@ class Supervisor:
         logs: Path,
         *,
         hang_timeout_minutes: float = 0.0,
-        reach: Reach | None = None,
-        start: Start | None = None,
+        remote: RemoteRanks | None = None,
+        start: StartProcesses | None = None,
     ) -> None:
         self._start = start or (lambda log: command.start(log, log))
-        self.command, self.logs, self.reach = command, logs, reach
+        self.command, self.logs, self.remote = command, logs, remote
         self.state = RunState.STARTING
         self.abort: Abort | None = None
         self.deadline = math.inf
         """Value of time.monotonic() at which remaining ranks are killed."""
         self.processes: list[subprocess.Popen[bytes]] = []
-        """One per rank; with `reach`, only the launcher."""
-        self.deaths: dict[int, Death] = {}
+        """One per rank; with `remote`, only the launcher."""
+        self.exits: dict[int, RankExit] = {}
         self.stop = StopSignals()
-        self.fault: Fault | None = None
-        self.observer = Observer(logs, command.ranks, reach, hang_timeout_minutes * 60.0)
+        self.failure: FailureSummary | None = None
+        self.observer = Observer(logs, command.ranks, remote, hang_timeout_minutes * 60.0)
 
     @property
     def signals(self) -> list[int]:
@@ -141,23 +141,23 @@ class Supervisor:
             with open(self.logs / "launcher.log", "ab") as log:
                 log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.format_shell()}\n".encode())
                 log.flush()
-                self.observer.log.skip_current()
+                self.observer.log.skip_existing_output()
                 self.processes = self._start(log)
-            if self.reach is None:
+            if self.remote is None:
                 self.observer.ranks = {rank: psutil.Process(process.pid) for rank, process in enumerate(self.processes)}
             else:
                 threading.Thread(target=touch_alive_file, args=(self.logs, ended), daemon=True).start()
             try:
                 self._watch()
             finally:
-                if self.reach is not None and self.abort is not Abort.UNREACHABLE:
-                    self.reach.kill(self.processes[0], self.logs)
+                if self.remote is not None and self.abort is not Abort.UNREACHABLE:
+                    self.remote.kill(self.processes[0], self.logs)
                 kill_sessions([process.pid for process in self.processes])
-            self._record_deaths()
+            self._record_exits()
             codes = [process.wait() for process in self.processes]
-            waits = self.abort is not Abort.AT_ONCE and (any(codes) or self.reach is not None)
+            waits = self.abort is not Abort.AT_ONCE and (any(codes) or self.remote is not None)
             if waits and not self.observer.folder.wait_until_readable(self.signals):
-                return choose_exit_code_without_folder(codes, self.signals)
+                return choose_fallback_exit_code(codes, self.signals)
             if self.abort is Abort.OUTLIVED:  # the launcher's code reflects only the signal that killed it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
             return self._choose_exit_code([EXIT_FAILED] if self.abort is Abort.UNREACHABLE else codes, sizes)
@@ -171,7 +171,7 @@ class Supervisor:
         self.state = RunState.RUNNING
         while self.abort is None and any(process.poll() is None for process in self.processes):
             self.observer.poll()
-            self._record_deaths()
+            self._record_exits()
             self.abort = self._advance()
             if self.abort is None:
                 time.sleep(POLL_S)
@@ -179,7 +179,7 @@ class Supervisor:
     def _advance(self) -> Abort | None:
         if self.signals and self._stop():
             return Abort.AT_ONCE
-        if self.observer.silent_run is not None:
+        if self.observer.silence is not None:
             return Abort.SILENT
         if self.observer.has_outlived_ranks():
             return Abort.OUTLIVED
@@ -189,36 +189,36 @@ class Supervisor:
         elif now > self.deadline:
             alive = [process for process in self.observer.ranks.values() if is_alive(process)]
             send_signal(list_trees(alive), signal.SIGKILL)
-            if self.reach is not None:
-                self.reach.kill(self.processes[0], self.logs)
-                if now - self.deadline > END_PATIENCE_S:
+            if self.remote is not None:
+                self.remote.kill(self.processes[0], self.logs)
+                if now - self.deadline > END_TIMEOUT_S:
                     return Abort.UNREACHABLE
         return None
 
     def _set_deadline(self, now: float) -> None:
         """Set a deadline once a rank has failed or stopped: other ranks wait for it in NCCL, unaffected by signals."""
         stopped = self._has_stopped()
-        has_failed = any(death.status not in (None, 0, *STOP_CODES) for death in self.deaths.values())
+        has_failed = any(rank_exit.status not in (None, 0, *STOP_CODES) for rank_exit in self.exits.values())
         if not (stopped or has_failed or self.observer.has_failure):
             return
         saves = bool(self.signals) and not stopped
         if saves:
-            say(f"a rank has failed in the meantime; the others have {SAVE_PATIENCE_S:.0f} s to save")
-        self.deadline = now + (SAVE_PATIENCE_S if saves else FAILURE_PATIENCE_S)
+            say(f"a rank has failed; the other ranks have {SAVE_TIMEOUT_S:.0f} s to save")
+        self.deadline = now + (SAVE_TIMEOUT_S if saves else FAILURE_TIMEOUT_S)
         self.state = RunState.STOPPING if self.signals or stopped else RunState.FAILING
         self.observer.log.text_before_end = self.observer.log.read()
 
-    def _record_deaths(self) -> None:
+    def _record_exits(self) -> None:
         for rank, process in self.observer.ranks.items():
-            if rank in self.deaths:
+            if rank in self.exits:
                 continue
-            if self.reach is not None:
+            if self.remote is not None:
                 if not is_alive(process):
-                    self.deaths[rank] = Death(time.monotonic())
+                    self.exits[rank] = RankExit(time.monotonic())
             elif (status := self.processes[rank].poll()) is not None:
                 is_killing = self.abort is Abort.AT_ONCE or time.monotonic() > self.deadline
                 was_killed = status == -signal.SIGKILL and is_killing
-                self.deaths[rank] = Death(time.monotonic(), status, killed_by_launcher=was_killed)
+                self.exits[rank] = RankExit(time.monotonic(), status, killed_by_launcher=was_killed)
 
     def _stop(self) -> bool:
         """Forward the first signal to every rank; return True when the ranks must be killed."""
@@ -236,14 +236,14 @@ class Supervisor:
             if self.state is RunState.RUNNING:
                 self.state = RunState.STOPPING
         stop.is_sent = stop.is_sent or self._send_stop()
-        if not self.observer.has_begun_step and now - stop.announced_at > FAILURE_PATIENCE_S:
+        if not self.observer.has_begun_step and now - stop.announced_at > FAILURE_TIMEOUT_S:
             # No signal reaches a rank that waits for others in native code, and there is nothing to save.
             return not self.observer.check_for_steps()
         return False
 
     def _send_stop(self) -> bool:
-        if self.reach is not None:
-            return self.reach.stop(self.processes[0], self.logs)
+        if self.remote is not None:
+            return self.remote.stop(self.processes[0], self.logs)
         first = signal.Signals(self.signals[0])
         send_signal(self.observer.ranks.values(), signal.SIGTERM if first == signal.SIGHUP else first)
         return True
@@ -251,25 +251,25 @@ class Supervisor:
     def _has_stopped(self) -> bool:
         """Return whether a rank exited because of a signal, after saving or with nothing to save.
 
-        With `reach`, exit codes count only after a signal to this process, because the launcher also signals ranks.
+        With `remote`, exit codes count only after a signal to this process, because the launcher also signals ranks.
         """
-        codes = {death.status for death in self.deaths.values()}
-        if self.reach is not None and self.signals and self.state is not RunState.FAILING:
-            codes |= self.observer.codes
+        codes = {rank_exit.status for rank_exit in self.exits.values()}
+        if self.remote is not None and self.signals and self.state is not RunState.FAILING:
+            codes |= self.observer.exit_codes
         return not codes.isdisjoint(STOP_CODES)
 
     def _choose_exit_code(self, codes: list[int], sizes: dict[str, int]) -> int:
         beats = read_heartbeats(self.logs).values()
-        if not any(codes) and (self.reach is None or all(beat.exit_code == 0 for beat in beats)):
+        if not any(codes) and (self.remote is None or all(beat.exit_code == 0 for beat in beats)):
             return EXIT_OK
-        if hang := read_hang_report(self.logs) or self.observer.silent_run:
-            hang = name_hosts(hang, self.reach)
-            self.fault = report_hang(self.logs, sizes, hang, is_reported=self.observer.has_reported_hang)
+        if hang := read_hang_report(self.logs) or self.observer.silence:
+            hang = add_host_names(hang, self.remote)
+            self.failure = report_hang(self.logs, sizes, hang, is_reported=self.observer.has_reported_hang)
             return EXIT_FAILED
-        self.observer.codes = {beat.exit_code for beat in beats}
+        self.observer.exit_codes = {beat.exit_code for beat in beats}
         # Errors in ranks that were waiting for a stopped rank are not failures.
         has_stopped = self._has_stopped()
-        waited = {rank for rank, death in self.deaths.items() if has_stopped and death.killed_by_launcher}
+        waited = {rank for rank, rank_exit in self.exits.items() if has_stopped and rank_exit.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stop_status(code) and rank not in waited]
         # A signal to a run that is already failing, for example after losing a node, does not hide the failure.
         at_once = self.abort is Abort.AT_ONCE
@@ -291,41 +291,42 @@ class Supervisor:
         if RestartNote.exists(self.logs):
             return EXIT_RESTART
         lost: dict[str, str] = {}
-        if self.reach is not None:
-            failed, log = self._find_remote_failures(self.reach), self.observer.log.read()
-            lost = self.reach.find_lost_hosts(self.observer.log.text_before_end or log, log, read_heartbeats(self.logs))
+        if self.remote is not None:
+            failed, log = self._find_remote_failures(self.remote), self.observer.log.read()
+            before = self.observer.log.text_before_end or log
+            lost = self.remote.find_lost_hosts(before, log, read_heartbeats(self.logs))
         else:
-            failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
-        self.fault = Failure(self.logs, sizes, failed, code, lost, self._has_launcher_failed()).report()
-        status = self.fault.status
+            failed = {rank: rank_exit for rank, rank_exit in self.exits.items() if rank_exit.status != 0}
+        self.failure = FailureEvidence(self.logs, sizes, failed, code, lost, self._has_launcher_failed()).report()
+        status = self.failure.status
         if code == EXIT_USAGE:
             return EXIT_USAGE
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        if self.reach is None or self.state is RunState.FAILING or self.abort in (Abort.OUTLIVED, Abort.UNREACHABLE):
+        if self.remote is None or self.state is RunState.FAILING or self.abort in (Abort.OUTLIVED, Abort.UNREACHABLE):
             return False
-        return self.reach.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
+        return self.remote.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
 
-    def _find_remote_failures(self, reach: Reach) -> dict[int, Death]:
+    def _find_remote_failures(self, remote: RemoteRanks) -> dict[int, RankExit]:
         """Return the ranks that did not report success, with the time of their last heartbeat.
 
         The launcher's log has the status of ranks that could not report it themselves.
         """
         now, monotonic_offset = time.monotonic(), time.monotonic() - time.time()
         beats = read_heartbeats(self.logs)
-        reported = reach.parse_statuses(self.observer.log.read(), beats)
-        failed: dict[int, Death] = {}
+        reported = remote.parse_statuses(self.observer.log.read(), beats)
+        failed: dict[int, RankExit] = {}
         for rank, beat in beats.items():
             if beat.exit_code != 0:
-                death = self.deaths.get(rank, Death(beat.time + monotonic_offset))
+                rank_exit = self.exits.get(rank, RankExit(beat.time + monotonic_offset))
                 status = reported.get(rank) if beat.exit_code is None else beat.exit_code
                 # If only the status of other ranks is known, this process killed this rank later.
-                failed[rank] = Death(now if reported and status is None else death.time, status)
+                failed[rank] = RankExit(now if reported and status is None else rank_exit.time, status)
         return failed
 
 
-def choose_exit_code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
+def choose_fallback_exit_code(codes: Sequence[int], signals: Sequence[int]) -> int:
     if not any(codes):
         return EXIT_OK
     if signals:

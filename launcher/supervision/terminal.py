@@ -18,9 +18,9 @@ FOLLOW_S = 0.2
 
 def share_stdout() -> int:
     """Duplicate stdout for child processes to inherit, and return the new file descriptor."""
-    screen = os.dup(1)
-    os.set_inheritable(screen, True)
-    return screen
+    descriptor = os.dup(1)
+    os.set_inheritable(descriptor, True)
+    return descriptor
 
 
 class ConsoleFile:
@@ -29,7 +29,7 @@ class ConsoleFile:
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self._logs, self.path = logs, self.get_path(logs)
-        self._is_lost = False
+        self._is_stdout_lost = False
         self.path.touch()
         self._shown = self.path.stat().st_size
         self._ended = threading.Event()
@@ -65,8 +65,8 @@ class ConsoleFile:
                 self._show(chunk)
 
     def _show(self, chunk: bytes) -> None:
-        if not _write_to_stdout(chunk) and not self._is_lost:
-            self._is_lost = True
+        if not _write_to_stdout(chunk) and not self._is_stdout_lost:
+            self._is_stdout_lost = True
             with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
                 log.write("cannot write to standard output any more; training continues without it\n")
 
@@ -88,7 +88,7 @@ def say(message: str) -> None:
         print(sanitize(message), file=sys.stderr, flush=True)
 
 
-def show(line: str) -> None:
+def print_progress(line: str) -> None:
     """Print a launcher progress line to stdout, where rank 0 also prints."""
     with suppress(OSError):
         _clear_line()

@@ -20,11 +20,12 @@ from trainer.config.files import read_text
 from trainer.contract.default_ranks import CPU_RANKS
 from trainer.contract.whole_files import write_text_atomic
 
-Output = int | IO[bytes] | None
+GUARD_MODULE = "launcher.supervision.run_until_launcher_exits"
+StreamTarget = int | IO[bytes] | None
 # DeepSpeed's default hostfile, which exists in some container images.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
 # DeepSpeed starts ranks with `python -m`, which would otherwise import from the working directory first.
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+SAFE_PATH_VARIABLES = {"PYTHONSAFEPATH": "1"}
 # If inherited from an outer job, these would make every child process appear to be a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Prefixes of the variables to pass to ranks on other hosts; ssh forwards none.
@@ -51,21 +52,21 @@ class Command:
 
     def format_shell(self) -> str:
         unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
-        changes = SAFE_PATH | dict(self.set_variables)
+        changes = SAFE_PATH_VARIABLES | dict(self.set_variables)
         variables = [f"{name}={shlex.quote(value)}" for name, value in changes.items()]
         return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.manual_argv or self.argv)])
 
     def build_environment(self) -> dict[str, str]:
         """Return this process's environment with the command's changes."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
-        return inherited | SAFE_PATH | dict(self.set_variables)
+        return inherited | SAFE_PATH_VARIABLES | dict(self.set_variables)
 
-    def start(self, stdout: Output, stderr: Output) -> list[subprocess.Popen[bytes]]:
+    def start(self, stdout: StreamTarget, stderr: StreamTarget) -> list[subprocess.Popen[bytes]]:
         """Start every rank on this machine, or the launcher that starts them elsewhere.
 
         Each process has its own session, so that Ctrl-C in the terminal does not reach it.
         """
-        guard = () if self.rank_environments else (sys.executable, "-m", "launcher.supervision.end_with_launcher")
+        guard = () if self.rank_environments else (sys.executable, "-m", GUARD_MODULE)
         started: list[subprocess.Popen[bytes]] = []
         try:
             for variables in self.rank_environments or ({},):
@@ -78,7 +79,7 @@ class Command:
         return started
 
     def start_process(
-        self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
+        self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: StreamTarget, stderr: StreamTarget
     ) -> subprocess.Popen[bytes]:
         """Start a process with a rank's environment variables; the process inherits each stream that is None."""
         env = self.build_environment() | dict(variables)
@@ -169,7 +170,8 @@ def _find_deepspeed() -> str:
 
 def select_exported_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `env` that configure Python and the libraries, without secrets."""
-    exported = {name: value for name, value in {**env, **SAFE_PATH}.items() if name.startswith(EXPORTED_PREFIXES)}
+    variables = {**env, **SAFE_PATH_VARIABLES}
+    exported = {name: value for name, value in variables.items() if name.startswith(EXPORTED_PREFIXES)}
     secret = {name for name in exported if any(word in name.upper() for word in SECRET_WORDS)}
     return {name: value for name, value in exported.items() if name not in secret.union(NOT_EXPORTED)}
 

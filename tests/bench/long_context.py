@@ -64,7 +64,7 @@ def one_pass(model: Any, length: int, documents: int = 1) -> torch.Tensor:
     bounds = torch.arange(0, length + 1, each, dtype=torch.int32, device=device)
     positions = torch.arange(length, device=device)[None] % each
     model.zero_grad()
-    model.flat_adapter.read_through_views()  # the inner model below is called without its hooks
+    model.flat_adapter.create_weight_views()  # the inner model below is called without its hooks
     packs = {"cu_seqlens": bounds, "max_seqlen": each, "position_ids": positions}
     inner = model.get_base_model().model
     hidden = inner(input_ids=ids, use_cache=False, **packs).last_hidden_state.float()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.stragglers import WINDOW, StragglerWatch
+from trainer.parallel.ranks.stragglers import WINDOW_STEPS, StragglerWatch
 
 WINDOWS = 9
 
@@ -33,14 +33,14 @@ def main() -> None:
     for window in range(WINDOWS + 1):
         dist.barrier()
         began = time.perf_counter()
-        for step in range(1, WINDOW + 1):
+        for step in range(1, WINDOW_STEPS + 1):
             for _ in range(arguments.micro_steps):
                 with watch.time_own_work(on_device=False):
                     pass
                 with watch.time_own_work():
                     pass
-            watch.compare(window * WINDOW + step)
-        found.append((time.perf_counter() - began) / WINDOW)
+            watch.compare(window * WINDOW_STEPS + step)
+        found.append((time.perf_counter() - began) / WINDOW_STEPS)
     if rank == 0:
         print(f"{device.type}, {world} ranks: {statistics.median(found[1:]) * 1e6:.1f} us a step")
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from tests.chaos.disks import Disk
 from tests.chaos.places import Local, Place
 from tests.ends import MISCHIEF, TRAIN
 from tests.tiny import write_chats, write_run
-from trainer.checkpoint.checkpoint_files import find_damage, list_checkpoint_folders, list_checkpoints
+from trainer.checkpoint.checkpoint_files import describe_damage, list_checkpoint_folders, list_checkpoints
 from trainer.contract.restart_record import read_restarts
 
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 16, 4, 6
@@ -207,7 +207,9 @@ def damaged(out: Path) -> list[str]:
     """Checkpoints that bear the mark of a whole one and are not, and those without it."""
     whole = {path.name for path in list_checkpoints(out)}
     return [
-        path.name for path in list_checkpoint_folders(out) if path.name not in whole or find_damage(path) is not None
+        path.name
+        for path in list_checkpoint_folders(out)
+        if path.name not in whole or describe_damage(path) is not None
     ]
 
 

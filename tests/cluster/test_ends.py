@@ -164,7 +164,7 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
     assert code == 1, err
     first = err.splitlines()[0]
     assert first.startswith(
-        f"the run failed: the run hangs: rank 1 on {HOST} (process {run.pid(1)}) no longer sends heartbeats"
+        f"the run failed: the run is hung: rank 1 on {HOST} (process {run.pid(1)}) no longer sends heartbeats"
     ), err
     assert "the process is stopped (SIGSTOP, or a debugger)" in first
     assert "; rank 0 waits for it in" in first
@@ -178,7 +178,7 @@ def test_a_rank_stopped_before_its_first_heartbeat_is_named(start: Start) -> Non
     code, _, err = start(SOON, mischief="1:stop@begin:1").end()
     assert code == 1
     assert err.startswith(
-        f"the run failed: the run hangs: rank 1 on {HOST} has sent no heartbeat since it was started: it is "
+        f"the run failed: the run is hung: rank 1 on {HOST} has sent no heartbeat since it was started: it is "
         "stopped, or its host is down; rank 0 waits for it in join/meet"
     ), err
 
@@ -188,7 +188,7 @@ def test_a_rank_that_hangs_before_a_collective_is_named(start: Start) -> None:
     assert code == 1, err
     first = err.splitlines()[0]
     assert re.match(
-        rf"the run failed: the run hangs: rank 1 on {HOST} \(process \d+\) has made no progress for 0\.\d min", first
+        rf"the run failed: the run is hung: rank 1 on {HOST} \(process \d+\) has made no progress for 0\.\d min", first
     )
     position = r"step \d+, (phase .*|between phases), at tests/cluster/mischief/sitecustomize.py:\d+ misbehave"
     assert re.search(position, first), first
@@ -269,7 +269,7 @@ def test_torchrun_names_the_hanging_rank_too(start: Start) -> None:
     os.kill(run.pid(1), signal.SIGCONT)  # torchrun waits half a minute for a rank that is stopped
     code, _, err = run.end()
     assert code == 1
-    assert f"error: the run hangs: rank 1 on {HOST}" in err, err
+    assert f"error: the run is hung: rank 1 on {HOST}" in err, err
     assert "Python stack of rank 1:" in (run.logs / "rank-1.log").read_text()
 
 

@@ -282,7 +282,7 @@ def test_more_ranks_than_were_started_is_refused_on_every_node(slurm: SlurmClust
     done = slurm.hosts.run("login", command, env=slurm.environment(), cwd=ROOT)
     assert done.returncode == 2
     for node in ("n1", "n2"):
-        assert f"2 ranks were requested, but the environment of this rank on {node} says rank 0 of 1" in done.stderr
+        assert f"2 ranks were requested, but the environment of this rank on {node} sets rank 0 of 1" in done.stderr
 
 
 def test_other_code_on_one_node_stops_the_run(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
@@ -314,5 +314,5 @@ def test_a_folder_that_the_nodes_do_not_share_is_noticed_before_a_weight_is_load
     command = [*own, *ZEROLORA[:1], "-m", "trainer.train", str(workplace / "config.yaml"), f"output_dir={run}"]
     done = slurm.hosts.run("login", command, env=slurm.environment(), cwd=ROOT)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"output_dir={run}: n2 does not see what rank 0 on n1 writes there; use a folder" in done.stdout
+    assert f"output_dir={run}: files that rank 0 on n1 writes there are not visible on n2; use a folder" in done.stdout
     assert not (run / "metrics.jsonl").exists()

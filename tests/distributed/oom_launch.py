@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.restarts import AttemptResult, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import share_stdout
 from launcher.targets.local import build_local_command
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]
     screen = str(share_stdout())
 
-    def start(more: Sequence[str]) -> Ending:
+    def start(more: Sequence[str]) -> AttemptResult:
         command = build_local_command(
             [shortage, *arguments, f"output_dir={folder}", *more, "--console", screen],
             gpus=[],
@@ -26,6 +26,6 @@ if __name__ == "__main__":
             module="tests.distributed.oom_rank",
         )
         code = Supervisor(command, Path(folder) / "logs").run()
-        return Ending(code, ranks=command.ranks)
+        return AttemptResult(code, ranks=command.ranks)
 
     sys.exit(Restarts(Path(folder), start, max_restarts=0, resumes=False).run())

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from trainer.parallel.ranks.watchdog import EVENT_COUNT, DeviceMarks
+from trainer.parallel.ranks.watchdog import EVENT_COUNT, DeviceEvents
 
 pytestmark = pytest.mark.gpu
 
@@ -15,7 +15,7 @@ def test_a_kernel_in_front_of_a_mark_keeps_the_gpu_from_it(device: int) -> None:
     if torch.cuda.device_count() <= device:
         pytest.skip(f"needs {device + 1} NVIDIA GPUs")
     torch.zeros(1, device="cuda")  # as a rank does before it is on its own card
-    marks = DeviceMarks()
+    marks = DeviceEvents()
     marks.record(0)
     assert marks.find_reached() is None
     with torch.cuda.device(device):

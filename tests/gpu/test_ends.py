@@ -108,7 +108,7 @@ def test_a_kernel_that_never_ends_is_a_hang_of_its_rank(start: Start) -> None:
     run.wait_for_step(2)
     code, err = end(run)
     first = err.splitlines()[0]
-    assert code == 1 and f"the run hangs: rank 1 on {HOST}" in first and "the GPU is behind" in first, err
+    assert code == 1 and f"the run is hung: rank 1 on {HOST}" in first and "the GPU is behind" in first, err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])

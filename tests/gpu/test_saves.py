@@ -36,7 +36,7 @@ def test_copies_are_of_what_was_queued_before_them_and_not_of_the_next_update() 
         found = [copies.copy(f"{index}", tensor) for index, tensor in enumerate(tensors)]
         found += [copies.copy(f"twice-{index}", tensor * 2) for index, tensor in enumerate(tensors)]
         later = [torch.full(shape, -1.0, device="cuda") for shape in SHAPES]
-        copies.mark_queued()
+        copies.record_event()
         busy()  # the next forward and backward pass
         copies.make_updates_wait()
         for tensor in tensors:
@@ -58,7 +58,7 @@ def test_the_host_does_not_wait_for_copies() -> None:
     busy()
     marks[0].record()
     found = copies.copy("one", tensor)
-    copies.mark_queued()
+    copies.record_event()
     copies.make_updates_wait()
     assert not marks[0].query(), "the device was done before the host was: more for it to do is needed"
     tensor.zero_()

@@ -9,10 +9,10 @@ import torch
 from tests.distributed.conftest import ROOT
 from tests.ends import HOST, TRAIN, runs_below, write_endless_run
 from tests.tiny import make_model
-from trainer.parallel.ranks.stragglers import REPEATS, WINDOW
+from trainer.parallel.ranks.stragglers import MIN_SLOW_WINDOWS, WINDOW_STEPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-STEPS = WINDOW * REPEATS
+STEPS = WINDOW_STEPS * MIN_SLOW_WINDOWS
 
 
 @pytest.mark.parametrize("gather", ["layer", "module"])

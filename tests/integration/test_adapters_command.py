@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.restarts import AttemptResult, Restarts
 from tests.tiny import write_training
 from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes, read_restarts
 
@@ -94,11 +94,11 @@ def test_the_list_is_changed_by_name(tmp_path: Path) -> None:
 def test_a_run_that_stopped_for_a_change_resumes_with_it(tmp_path: Path) -> None:
     settings: list[list[str]] = []
 
-    def start(given: object) -> Ending:
+    def start(given: object) -> AttemptResult:
         settings.append(list(given))  # type: ignore[call-overload]
         if len(settings) == 1:
             AdapterChanges([], "", added=[C]).write(tmp_path)
-        return Ending(0, ranks=1, step=len(settings), has_completed_step=True)
+        return AttemptResult(0, ranks=1, step=len(settings), has_completed_step=True)
 
     assert Restarts(tmp_path, start, max_restarts=0, resumes=False, adapters=[A, B]).run() == 0
     assert len(settings) == 2 and not settings[0]

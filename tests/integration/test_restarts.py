@@ -17,7 +17,7 @@ from tests.restarting import (
 )
 from tests.tiny import make_model
 from trainer.contract.restart_record import read_restarts
-from trainer.parallel.ranks.stragglers import REPEATS, WINDOW
+from trainer.parallel.ranks.stragglers import MIN_SLOW_WINDOWS, WINDOW_STEPS
 
 pytestmark = pytest.mark.distributed
 
@@ -111,8 +111,8 @@ def test_a_slow_rank_is_named_under_zero_3(workplace: Path, gather: str) -> None
         zero = [f"base_model={make_model(workplace / 'deep', layers=12)}"]
     else:  # only the embedding and the head are gathered, and not ahead; by default all of a small model stays whole
         zero = ["zero.persistence_threshold=20000", "zero.prefetch_bucket_size=0"]
-    settings = ["zero.stage=3", f"zero.gather={gather}", *zero, f"training.max_steps={WINDOW * REPEATS}"]
+    settings = ["zero.stage=3", f"zero.gather={gather}", *zero, f"training.max_steps={WINDOW_STEPS * MIN_SLOW_WINDOWS}"]
     code, seen = train(workplace, f"slow-{gather}", "1:slow layer:1", *settings, "training.save_steps=0", once=False)
     assert code == 0, seen
     notes = [line for line in seen.splitlines() if " is slow: its own work" in line]
-    assert len(notes) == 1 and f"step {WINDOW * REPEATS}: rank 1 on " in notes[0], seen
+    assert len(notes) == 1 and f"step {WINDOW_STEPS * MIN_SLOW_WINDOWS}: rank 1 on " in notes[0], seen

@@ -60,7 +60,7 @@ def test_plain_peft_loads_every_tensor(kind: str, tmp_path: Path) -> None:
 
 def test_pissa_with_patterns_is_saved_for_the_unchanged_base(tmp_path: Path) -> None:
     adapted = adapt("llama", r=2, init="pissa", rank_pattern={"v_proj": 3}, alpha_pattern={"v_proj": 5.0})
-    save_adapter(adapted, tmp_path / "initial", must_have_moved=False)
+    save_adapter(adapted, tmp_path / "initial", require_nonzero_b=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
@@ -118,7 +118,7 @@ def test_an_adapter_of_any_settings_comes_back_to_every_family(
 def test_layers_that_peft_takes_for_experts_may_have_dropout(tmp_path: Path) -> None:
     """They are saved by weight, and PEFT refuses dropout of weights."""
     adapted = adapt("afmoe", r=2, dropout=0.25, experts=False)
-    save_adapter(adapted, tmp_path, must_have_moved=False)
+    save_adapter(adapted, tmp_path, require_nonzero_b=False)
     PeftModel.from_pretrained(tiny_family("afmoe"), tmp_path)
     again = load_initial_adapter(tiny_family("afmoe"), LoraSection(dropout=0.25, adapter_path=str(tmp_path)))
     for model in (adapted, again):

@@ -164,7 +164,7 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
 ALL = (evaluate, generate, merge, push)
 BAD_FOLDERS = [
     *[(module, "not a run", "is not the folder of a run") for module in ALL],
-    *[(module, "no adapter", "no adapter_model.safetensors.*train it first") for module in ALL],
+    *[(module, "no adapter", "adapter_model.safetensors is missing.*train it first") for module in ALL],
     *[(module, "full", "adapter: none.*full model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: is missing") for module in ALL],
     (evaluate, "latin-1", "training_config.json: line 1: byte 0xe9 is not UTF-8"),

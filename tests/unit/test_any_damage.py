@@ -128,7 +128,7 @@ def test_a_checkpoint_is_whole_or_not_taken(ground: Path, harm: list[tuple[str, 
     with damaged(ground, harm):
         before = files_of(ground)
         for setting in ("latest", "auto", str(ground / "run" / "checkpoint-4")):
-            choice = or_refused(lambda setting=setting: choose_checkpoint(setting, ground / "run", read=True))  # type: ignore[misc]
+            choice = or_refused(lambda setting=setting: choose_checkpoint(setting, ground / "run", verify=True))  # type: ignore[misc]
             if choice is not None and choice.checkpoint is not None:
                 whole = ground.parent / "whole" / "run" / choice.checkpoint.name
                 for file in whole.iterdir():

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 
 from launcher.commands import main as zerolora
 from launcher.doctor.command import parse_doctor_output
-from launcher.job_starts import build_resume_settings
+from launcher.job_attempts import build_resume_settings
 from launcher.start import Attempts
 from launcher.status import describe_run
-from launcher.supervision.observer import name_hosts
-from launcher.supervision.remote import SrunReach, SshReach
-from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.observer import add_host_names
+from launcher.supervision.remote import SrunRanks, SshRanks
+from launcher.supervision.restarts import AttemptResult, Restarts
 from launcher.targets.hostfile import read_hostfile
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import Allocation
 from tests.any_input import assert_a_line, or_refused, tries
-from trainer.checkpoint.output_folder import check_early
+from trainer.checkpoint.output_folder import check_inputs_and_output
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, sanitize
 from trainer.contract.folder_lock import Lock, check_not_locked, describe_live_holder
@@ -68,7 +68,7 @@ CONFIG = {"base_model": "m", "output_dir": "run", "dataset": {"path": "d"}}
 JSON_FILES: dict[str, Any] = {
     "logs/lock.json": {"token": "t", "since": "s", "job": "", "restarts": 0, "holders": [HOLDER, HOLDER]},
     "logs/heartbeat-0.json": BEAT,
-    "logs/hang.json": {"ranks": [0], "text": "the run hangs: rank 0 has sent no heartbeat"},
+    "logs/hang.json": {"ranks": [0], "text": "the run is hung: rank 0 has sent no heartbeat"},
     "logs/out_of_memory.json": NOTE,
     "logs/restarts.json": [RESTART, RESTART],
     "logs/slurm-starts.json": [{"job": "7", "newest": "checkpoint-2", "record": 5, "code": 75}],
@@ -155,7 +155,7 @@ def run_with(folder: Path, name: str, content: bytes | None) -> Iterator[Path]:
                 (run / name).rmdir()
 
 
-SSH, SRUN = SshReach({"n1": [0], "n2": [0]}), SrunReach(Allocation(7, ("n1", "n2"), 1))
+SSH, SRUN = SshRanks({"n1": [0], "n2": [0]}), SrunRanks(Allocation(7, ("n1", "n2"), 1))
 
 
 def read_everything(run: Path, name: str) -> None:
@@ -170,17 +170,17 @@ def read_everything(run: Path, name: str) -> None:
         lambda: check_not_locked(run, resumes=False),
         lambda: [beat.describe_position() for beat in read_heartbeats(logs).values()],
         lambda: HeartbeatFolder(logs, 0, 2).read(),
-        lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang_report(logs))],
-        lambda: Ending.from_heartbeats(logs, 1, None, 2),
+        lambda: [add_host_names(hang, remote) for remote in (SSH, SRUN, None) if (hang := read_hang_report(logs))],
+        lambda: AttemptResult.from_heartbeats(logs, 1, None, 2),
         lambda: read_restarts(run),
         lambda: RestartNote.take(logs),
-        lambda: Restarts(run, lambda settings: Ending(0), max_restarts=3, resumes=True).run(),
+        lambda: Restarts(run, lambda settings: AttemptResult(0), max_restarts=3, resumes=True).run(),
         lambda: build_resume_settings(config.model_copy(update={"output_dir": str(run)}), environment),
         lambda: read_metrics(run),
         lambda: read_sweep(run),
         lambda: read_run_results(run),
         lambda: read_hostfile(run / "hostfile"),
-        lambda: check_early(config.model_copy(update={"output_dir": str(run)})),
+        lambda: check_inputs_and_output(config.model_copy(update={"output_dir": str(run)})),
         lambda: Attempts._read_global_batch(_attempts_in(run)),
     ]
     if not name.startswith("logs/") or name == "logs/restarts.json":

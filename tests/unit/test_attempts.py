@@ -13,7 +13,7 @@ from launcher import start as launcher_start
 from launcher.plan import LaunchRequest
 from launcher.rank_slots import RankSlots
 from launcher.start import DEFAULT_RESTARTS, Attempts, resolve_max_restarts
-from launcher.supervision.remote import SrunReach
+from launcher.supervision.remote import SrunRanks
 from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation
 from trainer.config import load_config
@@ -111,7 +111,7 @@ def test_an_elastic_run_continues_without_a_lost_gpu(machine: Machine, capfd: py
 def test_a_lost_gpu_ends_a_run_that_is_not_elastic(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
     assert machine.train(fails(0, 1, 7, 2), elastic=False) == 1
     reported = capfd.readouterr().err
-    assert "5 of 6 ranks can be started now; repair the others, or set training.elastic=true to continue" in reported
+    assert "only 5 of 6 ranks can be started; fix the failed hosts or GPUs, or set training.elastic=true" in reported
 
 
 def test_a_gpu_on_which_no_step_is_made_again_is_left_out(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_one_after_the_other_is_left_out(machine: Machine) -> None:
 
 def test_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that SLURM queues again is not restarted here, unless it is asked for."""
-    in_job = SrunReach(Allocation(7, ("n1", "n2"), 2))
+    in_job = SrunRanks(Allocation(7, ("n1", "n2"), 2))
     for can_be_requeued, most in ((False, DEFAULT_RESTARTS), (True, 0)):
         monkeypatch.setattr(launcher_start, "can_be_requeued", lambda job, found=can_be_requeued: found)
         assert resolve_max_restarts(None, in_job) == most

@@ -52,7 +52,7 @@ def test_copies_of_every_save_lie_in_the_same_memory() -> None:
     tensors = {"m": torch.randn(40), "n": torch.randn(3, 5).bfloat16(), "z": torch.randn(8, 6).T, "e": torch.ones(0)}
     copies = HostCopies()
     first = {name: copies.copy(name, value) for name, value in tensors.items()}
-    copies.mark_queued()
+    copies.record_event()
     copies.wait()
     assert content(first) == content(tensors)
     before = {name: value.clone() for name, value in tensors.items()}
@@ -78,7 +78,7 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     trained = gather_weights(model)
     for value in trained.values():
         value.normal_()
-    write_adapter(AdapterFormat.from_model(model, trained), trained, tmp_path / "ours", must_have_moved=True)
+    write_adapter(AdapterFormat.from_model(model, trained), trained, tmp_path / "ours", require_nonzero_b=True)
     model.save_pretrained(tmp_path / "theirs", state_dict=trained)
     theirs = tmp_path / "theirs"
     expected = load_file(theirs / "adapter_model.safetensors")
@@ -89,10 +89,10 @@ def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> 
     last = next(name for name in broken if "lora_B" in name)
     broken[last].view(-1)[0] = float("inf")
     with pytest.raises(RuntimeError, match=r"lora_B\.weight is not finite; the last good weights"):
-        write_adapter(AdapterFormat.from_model(model, trained), broken, tmp_path / "broken", must_have_moved=True)
+        write_adapter(AdapterFormat.from_model(model, trained), broken, tmp_path / "broken", require_nonzero_b=True)
     with pytest.raises(RuntimeError, match="every lora_B is still zero"):
         still = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in trained.items()}
-        write_adapter(AdapterFormat.from_model(model, trained), still, tmp_path / "still", must_have_moved=True)
+        write_adapter(AdapterFormat.from_model(model, trained), still, tmp_path / "still", require_nonzero_b=True)
 
 
 def test_peft_is_asked_once_in_a_run_how_it_stores_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,4 +174,4 @@ def test_an_adapter_that_peft_would_not_load_whole_is_not_saved(tmp_path: Path, 
     changed = replace(form, names=names, settings=json.dumps(settings))
     expected = pytest.raises(NotReloadableError, match=problem) if problem else nullcontext()
     with expected:
-        write_adapter(changed, trained, tmp_path, must_have_moved=False)
+        write_adapter(changed, trained, tmp_path, require_nonzero_b=False)

@@ -305,7 +305,9 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use its folder",),
     "base_model=odd-padding": ("base_model=odd-padding: config.json is unusable",),
     "base_model=pickled": ("base_model=pickled: has no .safetensors file", "convert"),
-    "lora.adapter_path=./pickled-adapter": ("lora.adapter_path=./pickled-adapter: no adapter_model.safetensors",),
+    "lora.adapter_path=./pickled-adapter": (
+        "lora.adapter_path=./pickled-adapter: adapter_model.safetensors is missing",
+    ),
     "zero.extra.zero_optimization.sub_group_size=x": (
         "zero.extra: DeepSpeed rejects sub_group_size=x: must be a whole number",
     ),
@@ -330,7 +332,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),
     "output_dir=gone/run": ("output_dir=gone/run: gone is a link to nowhere-at-all, which does not exist",),
     "lora.adapter_path=./no-data": ("lora.adapter_path=./no-data: has no adapter_config.json",),
-    "output_dir=run": ("output_dir=run: contains files that no run wrote (adapter_config.json)", "use a new folder"),
+    "output_dir=run": ("output_dir=run: contains files not written by a run (adapter_config.json)", "use a new folder"),
     "output_dir=model": ("output_dir=model: is also base_model", "use a separate folder"),
     "output_dir=model ; output.overwrite=true": ("output_dir=model: is also base_model",),
     "output_dir=. ; output.overwrite=delete": ("output_dir=.: contains base_model (model)",),

@@ -14,7 +14,7 @@ from trainer.checkpoint import checkpoint_files
 from trainer.checkpoint.adapter_files import describe_adapter_damage
 from trainer.checkpoint.checkpoint_files import (
     choose_checkpoint,
-    find_damage,
+    describe_damage,
     list_checkpoints,
     list_later_checkpoints,
     list_surplus_checkpoints,
@@ -56,7 +56,7 @@ def flip(file: Path, byte: int, bit: int) -> None:
 def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
     """Every bit of the small files, COMPLETE and state.json among them; two hundred of the others."""
     checkpoint, draw = run_dir / "checkpoint-15", random.Random(0)
-    assert find_damage(checkpoint) is None
+    assert describe_damage(checkpoint) is None
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size]
     assert len(files) == 8
     for file in files:
@@ -64,10 +64,10 @@ def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
         bits = [(byte, bit) for byte in range(len(whole)) for bit in range(8)]
         for byte, bit in bits if len(bits) < 400 else draw.sample(bits, 200):
             flip(file, byte, bit)
-            found = find_damage(checkpoint)
+            found = describe_damage(checkpoint)
             assert found is not None and found.startswith(str(file.relative_to(checkpoint))), (file, byte, bit, found)
             file.write_bytes(whole)
-    assert find_damage(checkpoint) is None
+    assert describe_damage(checkpoint) is None
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: s
     else:
         file.unlink()
     for setting in ("latest", "auto"):
-        found = choose_checkpoint(setting, run_dir, read=True)
+        found = choose_checkpoint(setting, run_dir, verify=True)
         assert found.checkpoint == run_dir / "checkpoint-10"
         assert found.warning is not None and "\n" not in found.warning
         assert f"checkpoint-15 ({problem}" in found.warning and "resuming from checkpoint-10" in found.warning
     with pytest.raises(UserError) as refused:
-        choose_checkpoint(str(run_dir / "checkpoint-15"), run_dir, read=True)
+        choose_checkpoint(str(run_dir / "checkpoint-15"), run_dir, verify=True)
     line = str(refused.value)
     assert line.startswith(f"training.resume_from_checkpoint={run_dir}/checkpoint-15: {problem}") and "\n" not in line
     assert "or latest for the newest complete checkpoint" in line
@@ -106,27 +106,27 @@ def test_latest_skips_a_damaged_checkpoint_with_a_warning(run_dir: Path, name: s
 def test_all_damaged_checkpoints_are_listed_and_auto_does_not_start_over(run_dir: Path) -> None:
     for step in (10, 15):
         flip(run_dir / f"checkpoint-{step}" / "state.json", 3, 1)
-    found = choose_checkpoint("latest", run_dir, read=True)
+    found = choose_checkpoint("latest", run_dir, verify=True)
     assert found.checkpoint == run_dir / "checkpoint-5"
     assert found.warning is not None and "checkpoint-15 (" in found.warning and "checkpoint-10 (" in found.warning
     flip(run_dir / "checkpoint-5" / "state.json", 3, 1)
     for setting in ("latest", "auto"):
         with pytest.raises(UserError, match=r"no complete checkpoint in .*checkpoint-15 .*checkpoint-5 "):
-            choose_checkpoint(setting, run_dir, read=True)
-    assert choose_checkpoint("auto", run_dir.parent / "new", read=True).checkpoint is None
+            choose_checkpoint(setting, run_dir, verify=True)
+    assert choose_checkpoint("auto", run_dir.parent / "new", verify=True).checkpoint is None
 
 
 def test_an_empty_list_of_checksums_is_damage(run_dir: Path) -> None:
     (run_dir / "checkpoint-15" / "COMPLETE").write_bytes(b"")
-    assert find_damage(run_dir / "checkpoint-15") == "COMPLETE is damaged"
+    assert describe_damage(run_dir / "checkpoint-15") == "COMPLETE is damaged"
 
 
 def test_a_card_that_push_has_written_is_no_damage(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoint-15"
     (checkpoint / "README.md").write_text("a better card")
-    assert find_damage(checkpoint) == "README.md is damaged: 13 bytes of 6"
+    assert describe_damage(checkpoint) == "README.md is damaged: 13 bytes of 6"
     reseal(checkpoint, "README.md")
-    assert find_damage(checkpoint) is None
+    assert describe_damage(checkpoint) is None
 
 
 def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
     aside = publish(run_dir / ".writing-checkpoint-800", run_dir / "checkpoint-800", later)
     assert [path.name for path in aside] == ["abandoned-checkpoint-1000", "abandoned-checkpoint-1500"]
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-500", "checkpoint-800"]
-    assert choose_checkpoint("latest", run_dir, read=True).checkpoint == run_dir / "checkpoint-800"
+    assert choose_checkpoint("latest", run_dir, verify=True).checkpoint == run_dir / "checkpoint-800"
     assert list(list_surplus_checkpoints(run_dir, 3, ())) == []
     write(run_dir, 1000, name=".writing-checkpoint-1000")
     publish(run_dir / ".writing-checkpoint-1000", run_dir / "checkpoint-1000", [])
@@ -149,8 +149,8 @@ def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Pat
     )
     assert [path.name for path in aside] == ["abandoned-2-checkpoint-1000"]
     # What was set aside can still be named.
-    found = choose_checkpoint(str(run_dir / "abandoned-checkpoint-1500"), run_dir, read=True)
-    assert find_damage(found.checkpoint or run_dir) is None
+    found = choose_checkpoint(str(run_dir / "abandoned-checkpoint-1500"), run_dir, verify=True)
+    assert describe_damage(found.checkpoint or run_dir) is None
 
 
 @pytest.mark.parametrize("calls", range(5))
@@ -177,9 +177,9 @@ def test_a_crash_while_a_checkpoint_takes_its_place_loses_none(
     except KeyboardInterrupt:
         assert calls < 4  # COMPLETE, two aside, the new one
     monkeypatch.undo()
-    assert choose_checkpoint("latest", run_dir, read=True).checkpoint is not None
-    assert find_damage(run_dir / "checkpoint-500") is None
-    kept = [path for path in run_dir.glob("*checkpoint-*") if path.name[0] != "." and find_damage(path) is None]
+    assert choose_checkpoint("latest", run_dir, verify=True).checkpoint is not None
+    assert describe_damage(run_dir / "checkpoint-500") is None
+    kept = [path for path in run_dir.glob("*checkpoint-*") if path.name[0] != "." and describe_damage(path) is None]
     assert len(kept) == 3 + (calls == 4)
 
 
@@ -215,7 +215,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
         ("torch", "adapter_model.safetensors is not a safetensors file"),
         ("header", "adapter_model.safetensors "),
         ("bit", "adapter_model.safetensors is damaged: its checksum"),
-        ("gone", "no adapter_model.safetensors"),
+        ("gone", "adapter_model.safetensors is missing"),
         ("config", "adapter_config.json is not JSON"),
     ],
 )

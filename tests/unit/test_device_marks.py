@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.parallel.ranks.progress import Progress
-from trainer.parallel.ranks.watchdog import EVENT_COUNT, DeviceMarks
+from trainer.parallel.ranks.watchdog import EVENT_COUNT, DeviceEvents
 
 
 class Card:
@@ -47,7 +47,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def test_the_last_mark_that_was_reached_is_told(card: Card) -> None:
-    marks = DeviceMarks()
+    marks = DeviceEvents()
     marks.record(0)
     assert marks.find_reached() is None, "before the first step a rank may be on another card"
     for _ in range(EVENT_COUNT + 3):
@@ -63,7 +63,7 @@ def test_the_last_mark_that_was_reached_is_told(card: Card) -> None:
 
 
 def test_what_a_card_refuses_ends_no_step(card: Card) -> None:
-    marks = DeviceMarks()
+    marks = DeviceEvents()
     marks.record(1)
     card.device = 0
     marks.record(1)
@@ -78,7 +78,7 @@ def test_what_a_card_refuses_ends_no_step(card: Card) -> None:
 def test_phases_that_every_rank_has_are_marked() -> None:
     """Others, such as those of rank 0 alone, would make the numbers differ."""
     progress, noted = Progress(), list[int]()
-    progress.mark_device = noted.append
+    progress.record_device_event = noted.append
     progress.begin_step(3)
     for name in ("data", "backward", "reduce", "optimizer step", "save", "generate"):
         with progress.phase(name):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.command import _run_on_hosts, _run_probe, print_checks
+from launcher.doctor.command import _run_json_command, _run_on_hosts, print_checks
 from launcher.doctor.this_host import (
     check_build_locks,
     check_folders,
@@ -200,7 +200,7 @@ def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.Ca
 
 
 def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
-    found, words = _run_probe(Command(("sh", "-c", "sleep 3600"), 1, {}, ()), 1.0)
+    found, words = _run_json_command(Command(("sh", "-c", "sleep 3600"), 1, {}, ()), 1.0)
     assert found is None and "no response within 1 s" in words
 
 

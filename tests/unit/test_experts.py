@@ -72,7 +72,7 @@ def base_of(model_type: str, **changes: Any) -> Any:
 
 
 def saved(model: Any, folder: Path, *, moved: bool = True) -> Path:
-    save_adapter(model, folder, must_have_moved=moved)
+    save_adapter(model, folder, require_nonzero_b=moved)
     return folder
 
 

@@ -73,11 +73,11 @@ def test_one_update_of_the_buffer_is_an_update_of_peft_s_parameters(tmp_path: Pa
     gradients = flat_gradients(model, flat)
     for name, parameter in list_trained_parameters(model):
         torch.testing.assert_close(parameter.data, before[name] - gradients[name].view_as(parameter))
-    assert flat.is_whole()
+    assert flat.shares_memory()
     flat.buffers[0].data = flat.buffers[0].data.clone()  # what an engine does when it starts
-    assert not flat.is_whole()
-    flat.repoint()
-    assert flat.is_whole()
+    assert not flat.shares_memory()
+    flat.repoint_parameters()
+    assert flat.shares_memory()
 
 
 def test_every_forward_pass_has_its_own_views_and_none_without_gradients(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_information_is_the_same_and_its_gradient_reaches_the_buffer(tmp_path: P
     apart = AdapterInformation(find_pairs(plain), measure, sigma=0.01, tokens=100)
     together = AdapterInformation(find_pairs(model), measure, sigma=0.01, tokens=100, flat=flat)
     assert all(chunk.flat is flat for chunk in together.chunks)
-    flat.read_through_views()
+    flat.create_weight_views()
     squares = together.compute_sum_of_squares()
     torch.testing.assert_close(squares.detach(), apart.compute_sum_of_squares().detach())
     squares.backward()

@@ -327,7 +327,7 @@ def load(folder: Path) -> int:
 
     def resume() -> None:
         if folder.name.startswith("checkpoint-"):
-            choose_checkpoint(str(folder), folder.parent, read=True)
+            choose_checkpoint(str(folder), folder.parent, verify=True)
 
     refused = 0
     for action in (load_adapter, resume):

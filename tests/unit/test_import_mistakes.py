@@ -239,7 +239,7 @@ def test_a_missing_file_of_accelerate_needs_a_stage_in_its_name() -> None:
     with pytest.raises(UserError, match=r"^--config_file=mine\.yaml: no such file"):
         written([*start, "mine.yaml", *TRL])
     config, text = written([*start, "configs/deepspeed_zero3.yaml", *TRL])
-    assert config.zero.stage == 3 and "config_file: the file does not exist; stage 3" in text
+    assert config.zero.stage == 3 and "config_file: the file does not exist; using stage 3" in text
     for name, stage in (("zero2", 2), ("fsdp1", 3), ("fsdp2", 3)):
         assert written(["trl", "sft", *TRL[1:], "--accelerate_config", name])[0].zero.stage == stage
     config, text = written(["trl", "sft", *TRL[1:], "--accelerate_config", "multi_gpu"])

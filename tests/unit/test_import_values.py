@@ -107,8 +107,8 @@ def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factor
     ("name", "kind"),
     [
         ("dataset_info.json", {"pairs": llamafactory.ENTRY}),
-        ("ds.json", common.PARTITION),
-        ("fsdp.json", common.PARTITION["fsdp_config"]),
+        ("ds.json", common.SHARDING_CONFIG),
+        ("fsdp.json", common.SHARDING_CONFIG["fsdp_config"]),
     ],
 )
 @few
@@ -128,7 +128,7 @@ def test_any_content_of_a_file_that_a_file_names(
 @given(data=st.data())
 def test_any_configuration_of_accelerate(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("accelerate", numbered=True) / "acc.yaml"
-    content = data.draw(VALUES | fit(common.PARTITION))
+    content = data.draw(VALUES | fit(common.SHARDING_CONFIG))
     file.write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
     launch = ["accelerate", "launch", "--config_file", str(file), "sft.py", "--model_name_or_path", "m"]
     try:

@@ -198,7 +198,7 @@ def test_each_expert_counts_as_a_layer(measure: Any, flattened: bool) -> None:
     if flat is None:
         got = torch.autograd.grad(information.compute_sum_of_squares(), factors)
     else:
-        flat.read_through_views()
+        flat.create_weight_views()
         (whole,) = torch.autograd.grad(information.compute_sum_of_squares(), flat.buffers)
         spans, names = flat.list_spans(), {id(parameter): name for name, parameter in model.named_parameters()}
         places = [spans[names[id(factor)]] for factor in factors]

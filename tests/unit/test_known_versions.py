@@ -16,7 +16,7 @@ from trainer.config import UserError
 from trainer.contract import known_versions
 from trainer.contract.known_versions import KNOWN, build_version_warning, describe_untested, require
 from trainer.model.expert_layers import has_fused_experts
-from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
+from trainer.parallel.engine.partitioned import require_broadcast_exclusion, require_partitioned
 from trainer.patches.loss_head import bypass_adapter
 from trainer.patches.mamba import LAYER_KERNEL, has_scan_kernels, install_mamba_projections
 
@@ -98,14 +98,14 @@ def test_stage_3_that_marks_parameters_otherwise_is_refused() -> None:
 def test_a_broadcast_that_passes_over_no_mark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed import DeepSpeedEngine
 
-    require_own_values_kept()
+    require_broadcast_exclusion()
 
     def broadcast(self: Any) -> None:
         """Of everything."""
 
     monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", broadcast)
     with pytest.raises(UserError, match="does not skip weights marked"):
-        require_own_values_kept()
+        require_broadcast_exclusion()
 
 
 def test_torch_has_the_flight_recorder_and_the_attention_kernel() -> None:

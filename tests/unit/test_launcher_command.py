@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan import LaunchRequest, plan
+from launcher.plan import LaunchRequest, plan_launch
 from launcher.targets.local import build_local_command
 from trainer.config import UserError
 from trainer.contract import default_ranks
@@ -134,5 +134,5 @@ def test_what_would_start_is_counted_as_it_is_started(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(default_ranks, "list_installed_gpus", lambda: gpus)
-    build, _ = plan(LaunchRequest(), tmp_path)
+    build, _ = plan_launch(LaunchRequest(), tmp_path)
     assert default_ranks.choose_default_ranks() == build(["c.yaml"]).ranks == ranks

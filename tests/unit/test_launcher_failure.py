@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision.failure_report import (
-    Death,
-    Failure,
+    FailureEvidence,
+    RankExit,
     decode_exit_code,
     describe_status,
     find_last_traceback,
@@ -87,18 +87,18 @@ def test_a_lost_host_is_blamed_not_its_ranks(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "rank-0.log").write_text(PEER)
     leave_beat(tmp_path, 0)
     leave_beat(tmp_path, 1)
-    deaths = {0: Death(1.0, 1), 1: Death(1.2)}
-    fault = Failure(tmp_path, {}, deaths, 1, {"n1": "Connection to n1 closed"}).report()
-    assert fault.rank == 1
+    exits = {0: RankExit(1.0, 1), 1: RankExit(1.2)}
+    failure = FailureEvidence(tmp_path, {}, exits, 1, {"n1": "Connection to n1 closed"}).report()
+    assert failure.rank == 1
     line = "the run failed: lost the connection to n1: Connection to n1 closed (rank 1 there: step 7, phase backward)"
     assert capsys.readouterr().err.splitlines()[0] == line
     (tmp_path / "rank-0.log").write_text(OWN)
-    assert Failure(tmp_path, {}, deaths, 1, {"n1": "Connection to n1 closed"}).report().rank == 0
+    assert FailureEvidence(tmp_path, {}, exits, 1, {"n1": "Connection to n1 closed"}).report().rank == 0
 
 
 def test_no_rank_is_blamed_for_a_launcher_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_beat(tmp_path, 0)
-    assert Failure(tmp_path, {}, {0: Death(1.0)}, 247, launcher_failed=True).report().rank is None
+    assert FailureEvidence(tmp_path, {}, {0: RankExit(1.0)}, 247, launcher_failed=True).report().rank is None
     assert capsys.readouterr().err.startswith("the run failed: the launcher was killed by signal 9 (SIGKILL)\n")
 
 
@@ -106,7 +106,7 @@ def test_the_rank_with_its_own_error_is_blamed(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).report().status == 1
+    assert FailureEvidence(tmp_path, {}, {0: RankExit(1.0, 1), 1: RankExit(1.2, 1)}, 1).report().status == 1
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 exited with code 1 (step 7, phase backward)")
     assert "own mistake" in shown and "peer" not in shown and "rank 0" not in shown
@@ -119,7 +119,7 @@ def test_the_rank_that_could_not_write_is_blamed(tmp_path: Path, capsys: pytest.
     (tmp_path / "rank-0.log").write_text(OWN.replace("ValueError: own mistake", heard))
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).report()
+    FailureEvidence(tmp_path, {}, {0: RankExit(1.0, 1), 1: RankExit(1.2, 1)}, 1).report()
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 exited with code 1") and "rank 0" not in shown
 
@@ -130,7 +130,7 @@ def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text("working\n")
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.1, 1), 1: Death(1.0, -9)}, 1).report().status == -9
+    assert FailureEvidence(tmp_path, {}, {0: RankExit(1.1, 1), 1: RankExit(1.0, -9)}, 1).report().status == -9
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 was killed by signal 9 (SIGKILL) (step 7")
     assert "the host probably ran out of memory (at its last heartbeat 0.2 GiB were free)" in shown
@@ -141,13 +141,13 @@ def test_a_rank_killed_by_the_launcher_is_not_blamed(tmp_path: Path, capsys: pyt
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.2, -15), 1: Death(1.0)}, 1).report().status == 1
+    assert FailureEvidence(tmp_path, {}, {0: RankExit(1.2, -15), 1: RankExit(1.0)}, 1).report().status == 1
     assert capsys.readouterr().err.startswith("the run failed: rank 1 on n1 exited with code 1")
 
 
 def test_the_last_heartbeat_shows_how_much_memory_was_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_beat(tmp_path, 0, host=socket.gethostname(), free_shm_gib=0.01)
-    Failure(tmp_path, {}, {0: Death(1.0, -9)}, 247).report()
+    FailureEvidence(tmp_path, {}, {0: RankExit(1.0, -9)}, 247).report()
     shown = capsys.readouterr().err
     assert "the host probably ran out of memory" in shown
     assert "/dev/shm was nearly full (at its last heartbeat 0.01 GiB were free" in shown
@@ -155,7 +155,7 @@ def test_the_last_heartbeat_shows_how_much_memory_was_free(tmp_path: Path, capsy
 
 def test_a_full_shared_memory_is_the_cause_of_a_bus_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_beat(tmp_path, 0, free_shm_gib=0.0)
-    Failure(tmp_path, {}, {0: Death(1.0, -7)}, 249).report()
+    FailureEvidence(tmp_path, {}, {0: RankExit(1.0, -7)}, 249).report()
     assert "/dev/shm is probably full (at its last heartbeat 0.00 GiB were free)" in capsys.readouterr().err
 
 
@@ -163,8 +163,8 @@ def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.C
     for rank in range(2):
         RankError.from_exception(rank, UserError("lora.r=-1: too small")).write(tmp_path)
         (tmp_path / f"rank-{rank}.log").write_text("error: lora.r=0: of an earlier run\n")
-    fault = Failure(tmp_path, {}, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).report()
-    assert fault.status == 2 and fault.is_user_error
+    failure = FailureEvidence(tmp_path, {}, {1: RankExit(1.0, 2), 0: RankExit(1.1, 2)}, 2).report()
+    assert failure.status == 2 and failure.is_user_error
     assert capsys.readouterr().err == "error: lora.r=-1: too small\n"
     clear_heartbeats(tmp_path)
     assert not read_errors(tmp_path)
@@ -175,7 +175,7 @@ def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.Captur
     RankError(1, "n2: base_model=/local/model: no such folder", is_user_error=True).write(tmp_path)
     (tmp_path / "launcher.log").write_text("srun: error: n2: task 1: Exited with exit code 2\n")
     (tmp_path / "rank-0.log").write_text("working\n")
-    assert Failure(tmp_path, {}, {0: Death(1.0, -15), 1: Death(1.1, 2)}, 2).report().status == 2
+    assert FailureEvidence(tmp_path, {}, {0: RankExit(1.0, -15), 1: RankExit(1.1, 2)}, 2).report().status == 2
     assert capsys.readouterr().err == "error: n2: base_model=/local/model: no such folder\n"
 
 
@@ -183,9 +183,9 @@ def test_a_user_error_is_not_retried(tmp_path: Path) -> None:
     """Exit code 1, as after a full disk; a text in the log that only looks like one is not enough."""
     leave_beat(tmp_path, 0)
     (tmp_path / "rank-0.log").write_text("error: printed by a library\n")
-    assert not Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
+    assert not FailureEvidence(tmp_path, {}, {0: RankExit(1.0, 1)}, 1).report().is_user_error
     RankError.from_exception(0, SaveError("no room")).write(tmp_path)
-    assert Failure(tmp_path, {}, {0: Death(1.0, 1)}, 1).report().is_user_error
+    assert FailureEvidence(tmp_path, {}, {0: RankExit(1.0, 1)}, 1).report().is_user_error
 
 
 def test_a_program_without_user_errors_is_reported_as_any_other(
@@ -194,7 +194,7 @@ def test_a_program_without_user_errors_is_reported_as_any_other(
     """Python ends with 2 as well where it finds no file to run."""
     (tmp_path / "rank-0.log").write_text("python: can't open file 'x'\n")
     (tmp_path / "launcher.log").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
-    assert Failure(tmp_path, {}, {0: Death(1.0, 2)}, 2).report().status == 2
+    assert FailureEvidence(tmp_path, {}, {0: RankExit(1.0, 2)}, 2).report().status == 2
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 0 on ") and "can't open file" in shown
 
@@ -204,6 +204,6 @@ def test_output_of_an_earlier_run_is_not_shown(tmp_path: Path, capsys: pytest.Ca
     sizes = read_log_sizes(tmp_path)
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write(PEER)
-    Failure(tmp_path, sizes, {0: Death(1.0)}, 1).report()
+    FailureEvidence(tmp_path, sizes, {0: RankExit(1.0)}, 1).report()
     shown = capsys.readouterr().err
     assert "Connection closed by peer" in shown and "own mistake" not in shown

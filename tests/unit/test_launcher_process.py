@@ -27,8 +27,8 @@ from trainer.contract.launcher_process import tie_children_to_this_process
 tie_children_to_this_process()
 child = '''
 import subprocess, sys, time
-from trainer.parallel.ranks.training_process import begin
-begin()
+from trainer.parallel.ranks.training_process import set_up_process
+set_up_process()
 subprocess.Popen(["sleep", "600"])
 print("ready", flush=True)
 time.sleep(600)

@@ -172,7 +172,7 @@ def test_a_save_completes_after_another_rank_died_in_it(runs: dict[str, Run]) ->
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.text("saved-0") == "SIGTERM" and not (run.folder / "saved-1").exists()
-    assert "a rank has failed in the meantime; the others have 60 s to save" in run.text("err")
+    assert "a rank has failed; the other ranks have 60 s to save" in run.text("err")
     assert run.left_behind() == []
 
 

@@ -20,7 +20,7 @@ from trainer.commands import evaluate, merge
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.monitor.metrics import read_metrics
-from trainer.parallel.ranks.group import Ranks, deal_batches
+from trainer.parallel.ranks.group import Ranks, assign_batches
 from trainer.tasks.lm_eval_scores import TaskScores, load_tasks
 
 NAMES = {
@@ -200,7 +200,7 @@ def test_random_numbers_of_training_are_unchanged(trained: Path) -> None:
 
 @pytest.mark.parametrize(("batches", "world_size"), [(1, 2), (5, 2), (4, 2), (3, 4), (7, 3), (0, 2)])
 def test_every_rank_computes_as_many_batches_and_all_are_computed(batches: int, world_size: int) -> None:
-    dealt = [deal_batches(list(range(batches)), Ranks(rank, world_size, rank)) for rank in range(world_size)]
+    dealt = [assign_batches(list(range(batches)), Ranks(rank, world_size, rank)) for rank in range(world_size)]
     assert {len(own) for own in dealt} == {-(-batches // world_size)}
     assert {batch for own in dealt for batch in own} == set(range(batches))
     assert all(len(set(own)) == len(own) for own in dealt)  # lm-eval computes a batch once

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision.observer import FOLDER_WAIT_AFTER_SIGNAL_S, FOLDER_WAIT_S, FolderWatch
-from launcher.supervision.supervisor import choose_exit_code_without_folder
+from launcher.supervision.supervisor import choose_fallback_exit_code
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from launcher.supervision.supervisor import choose_exit_code_without_folder
     ],
 )
 def test_exit_codes(codes: list[int], signals: list[int], code: int) -> None:
-    assert choose_exit_code_without_folder(codes, signals) == code
+    assert choose_fallback_exit_code(codes, signals) == code
 
 
 def test_a_stopped_run_does_not_use_up_its_grace_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.restarts import AttemptResult, Restarts
 from tests.tiny import write_chats
 from trainer.commands.estimate import build_report, main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
@@ -363,10 +363,10 @@ def test_every_preset_has_an_estimate() -> None:
 def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
     started: list[list[str]] = []
 
-    def start(more: Any) -> Ending:
+    def start(more: Any) -> AttemptResult:
         started.append(list(more))
         RestartNote(7, 8 >> len(started), 2 ** len(started), 3).write(tmp_path / "logs")
-        return Ending(EXIT_RESTART)
+        return AttemptResult(EXIT_RESTART)
 
     assert Restarts(tmp_path, start, max_restarts=0, resumes=True).run() == 1
     assert [len(more) for more in started] == [0, 5, 5, 5]
@@ -376,7 +376,7 @@ def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
 
 def test_the_launcher_takes_an_exit_code_as_it_comes(tmp_path: Path) -> None:
     RestartNote(1, 1, 1, 2).write(tmp_path / "logs")  # of a run without a launcher
-    endings = iter([Ending(0), Ending(1), Ending(EXIT_RESTART)])
+    endings = iter([AttemptResult(0), AttemptResult(1), AttemptResult(EXIT_RESTART)])
     starts = [Restarts(tmp_path, lambda _: next(endings), max_restarts=3, resumes=False) for _ in range(3)]
     assert [start.run() for start in starts] == [0, 1, 1]
 

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.runs_in_process import make_ground, train
-from trainer.checkpoint.checkpoint_files import find_damage
+from trainer.checkpoint.checkpoint_files import describe_damage
 from trainer.checkpoint.finished_run import find_run
 from trainer.config import UserError, load_config
 from trainer.config.paths import get_local_copy, get_remote_url, is_remote
@@ -63,7 +63,7 @@ def test_a_run_is_uploaded_and_continued_on_another_machine(
     folder = open_run(URL)
     assert find_run(folder).config.output_dir == str(folder) == str(get_local_copy(URL))
     assert open_run(f"{URL}/checkpoint-6") == folder / "checkpoint-6"
-    assert find_damage(folder / "checkpoint-6") is None
+    assert describe_damage(folder / "checkpoint-6") is None
 
 
 def test_a_checkpoint_damaged_on_the_store_is_skipped(
@@ -119,7 +119,7 @@ def test_a_new_run_in_the_place_of_another_keeps_its_checkpoints_here(
     train(ground, output_dir=URL, training__max_steps=2, training__save_steps=2, output__overwrite=True)
     complete = {name.partition("/")[0] for name in names(store) if name.endswith("/COMPLETE")}
     assert complete == {"checkpoint-2"} and not any(name.startswith("checkpoint-4") for name in names(store))
-    assert find_damage(get_local_copy(f"{URL}.1") / "checkpoint-4") is None
+    assert describe_damage(get_local_copy(f"{URL}.1") / "checkpoint-4") is None
 
 
 def test_data_is_read_from_the_store_and_again_when_it_changes(store: MemoryFileSystem, tmp_path: Path) -> None:

@@ -493,7 +493,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
         ("init --model d.jsonl", "--model d.jsonl: is a file; use the folder of a saved model"),
         ("init --model m --gpu-memory 8GiB", "--gpu-memory 8GiB: has no effect without a model and data"),
         ("status none", "none: is neither a job ID nor the folder of a run; pass a run's output_dir"),
-        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is a single value (a list); write several"),
+        ("sweep c.yaml lora.target_modules=q,v", "lora.target_modules=q,v is a single value (a list); pass several"),
         ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot ''; use 0 to 1"),
         (
             "config d.jsonl",
@@ -523,7 +523,7 @@ def test_a_file_for_the_runs_of_a_tier_is_refused(tmp_path: Path, capsys: pytest
 def test_one_missing_file_of_an_adapter_was_deleted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "adapter_config.json").unlink()
-    with pytest.raises(UserError, match=r"has no adapter_config.json, because the run did not finish or the file was"):
+    with pytest.raises(UserError, match=r"adapter_config.json is missing: the run did not finish, or the file was"):
         find_run(run)
     with pytest.raises(UserError, match=r"adapter_model.safetensors: is a file; pass the output_dir of a run"):
         find_run(run / "adapter_model.safetensors")
@@ -696,7 +696,10 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
             r"^output_dir=s3:/bucket/x: has only one slash after s3:; ",
         ),
         (["dataset.path=s3:/bucket/x"], r"dataset.path=s3:/bucket/x: has only one slash after s3:"),
-        (["output_dir=gone/../run"], r"^output_dir=gone/../run: gone does not exist, so .. after it leads nowhere"),
+        (
+            ["output_dir=gone/../run"],
+            r"^output_dir=gone/../run: gone does not exist, so .. after it cannot be resolved",
+        ),
         (["dataset.train_on=all,user"], r"^dataset.train_on=\[all, user\]: all includes every role; keep one"),
         (["dataset.mix={path: a}", "dataset.path=null"], r"^dataset.mix={path: a}: must be a list of [^\n]*$"),
     ],
@@ -783,7 +786,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ("cosine_min_lr_ratio: 2\n", "cosine_min_lr_ratio=2: must be between 0 and 1"),
         (
             "trl sft --model_name_or_path m --dataset_name d --learning_rate=",
-            "--learning_rate: has no value; write one",
+            "--learning_rate: missing value after the =",
         ),
         (
             "trl sft --model_name_or_path m --dataset_name d -seed 5",
@@ -794,8 +797,8 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
             "trl sft --model_name_or_path m --dataset_name d --load_in_4bit",
             "--load_in_4bit: quantized weights cannot be",
         ),
-        ("trl sft --model_name_or_path m --dataset_name d --config", "--config: has no value; add a file after it"),
-        ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: has no value; add one after it"),
+        ("trl sft --model_name_or_path m --dataset_name d --config", "--config: missing value; pass a configuration"),
+        ("trl sft --model_name_or_path m --dataset_name", "--dataset_name: missing value; add it after the option"),
         ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit --load_in_8bit", "load_in_4bit is also set"),
     ],
 )

@@ -15,8 +15,8 @@ from trainer.checkpoint.output_folder import check_no_conflict, check_output_fol
 from trainer.checkpoint.run_record import (
     RESULT,
     clear_folder,
-    holds_run,
-    place_result,
+    is_run_folder,
+    move_result_into_place,
     read_record,
     write_run_record,
 )
@@ -89,7 +89,7 @@ write_run_record(Path("out"), {settings.model_dump_json()!r}, 1, "cpu", "fp32")
     check_output_folder(settings)
     check_no_conflict(settings)
     a_run(folder, "adapter_model.safetensors")
-    assert holds_run(folder)
+    assert is_run_folder(folder)
 
 
 # output_dir: what the line must hold
@@ -105,7 +105,7 @@ PLACES = {
     "../home": "contains your home folder",
     "/": "contains your home folder",
     "checkout": "is a git checkout",
-    "project": "contains files that no run wrote (README.md, adapter_utils.py, metrics.jsonl, ...)",
+    "project": "contains files not written by a run (README.md, adapter_utils.py, metrics.jsonl, ...)",
     "data/train.jsonl": "data/train.jsonl is a file",
     "data/train.jsonl/x": "data/train.jsonl is a file",
     "dangling": "dangling is a link to nowhere, which does not exist",
@@ -216,7 +216,7 @@ def test_copied_checkpoints_can_be_resumed(place: Path) -> None:
     (place / "out" / "checkpoint-5" / "state.json").write_text("{}")
     check_output_folder(config(training={"resume_from_checkpoint": "latest"}))
     (place / "out" / "thesis.tex").touch()
-    assert "files that no run wrote (checkpoint-5, thesis.tex)" in refusal(
+    assert "files not written by a run (checkpoint-5, thesis.tex)" in refusal(
         config(training={"resume_from_checkpoint": "latest"})
     )
 
@@ -229,7 +229,7 @@ def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
         assert clear_folder(run, True) == f"moved the earlier run to {place / expected}"
         assert contents(place / expected) == before
         assert [path.name for path in run.iterdir()] == ["logs"], "the new run's logs are there already"
-        assert holds_run(place / expected)
+        assert is_run_folder(place / expected)
 
 
 def test_a_run_behind_a_link_is_moved_where_it_is(place: Path) -> None:
@@ -258,9 +258,9 @@ def test_a_run_killed_at_its_start_can_be_started_again(place: Path) -> None:
     run = place / "out"
     write_run_record(run, config().model_dump_json(), 1, "cpu", "fp32")
     (run / "run.json").unlink()
-    assert holds_run(run)
+    assert is_run_folder(run)
     clear_folder(run, True)
-    assert holds_run(place / "out.1") and not holds_run(run)
+    assert is_run_folder(place / "out.1") and not is_run_folder(run)
 
 
 def test_a_recorded_name_reaches_nothing_outside_of_the_folder(place: Path) -> None:
@@ -278,7 +278,7 @@ def test_the_result_takes_the_place_of_the_one_before(place: Path) -> None:
     for name in ("README.md", "adapter_model.safetensors", "templates/tool.jinja"):
         (run / RESULT / name).parent.mkdir(parents=True, exist_ok=True)
         (run / RESULT / name).write_text("new")
-    assert place_result(run) == ["README.md", "adapter_model.safetensors", "templates/tool.jinja"]
+    assert move_result_into_place(run) == ["README.md", "adapter_model.safetensors", "templates/tool.jinja"]
     found = contents(run)
     assert {found[name] for name in ("README.md", "adapter_model.safetensors", "templates/tool.jinja")} == {"new"}
     assert not (run / RESULT).exists() and "templates/old.jinja" not in found

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher import rank_slots
-from launcher.plan import LaunchRequest, plan
+from launcher.plan import LaunchRequest, plan_launch
 from launcher.rank_slots import RankSlots, find_largest_divisor
 from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation, build_srun_command
@@ -28,7 +28,7 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
     monkeypatch.setattr("launcher.plan._resolve_address", lambda host: host)
     request = LaunchRequest(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
-    return RankSlots(request, tmp_path, plan(request, tmp_path)[0]), answering
+    return RankSlots(request, tmp_path, plan_launch(request, tmp_path)[0]), answering
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_a_slot_that_failed_is_left_out_by_its_host(plan_on_hosts: tuple[RankSlo
     assert (name, with_it) == ("slot 1 of b", {5})
     assert included(places, frozenset(with_it), 7 * 3) == "--include=a:0,1,2,3@b:0@c:0,1"
     assert included(places, frozenset({0, 1, 2, 3}), 8) == "--include=b:0,1@c:0,1"
-    build, reach = places.plan_restart(frozenset({0, 1, 2, 3}), 8).plan
-    assert build([]).ranks == 4 and reach is not None
+    build, remote = places.plan_restart(frozenset({0, 1, 2, 3}), 8).plan
+    assert build([]).ranks == 4 and remote is not None
     with pytest.raises(UserError, match="no slot is available"):
         places.plan_restart(frozenset(range(8)), 8)
 

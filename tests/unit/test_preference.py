@@ -208,7 +208,7 @@ def test_eval_measures_labeled_answers(ground: Path, capsys: pytest.CaptureFixtu
     assert evaluate.main([str(folder), "--data", pairs]) == 2
     assert f"error: --data={pairs}, read as in training: preference.loss=kto: " in capsys.readouterr().err
     assert evaluate.main([str(folder), "--base-model", pairs]) == 2
-    assert f"error: --base-model={pairs}: is a file; use the folder of a model" in capsys.readouterr().err
+    assert f"error: --base-model={pairs}: is a file; pass a model folder" in capsys.readouterr().err
 
 
 def functional_log_p(model: Any, weights: dict[str, torch.Tensor], document: Sample) -> torch.Tensor:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision import observer, remote, supervisor
-from launcher.supervision.remote import LauncherLog, Reach, SrunReach, SshReach
+from launcher.supervision.remote import LauncherLog, RemoteRanks, SrunRanks, SshRanks
 from launcher.targets.local import Command
 from launcher.targets.slurm import Allocation
 from trainer.contract.heartbeat import Heartbeat
 
-SSH = SshReach({"n1": [0, 1], "user@n2.example.org": [0, 1]})
-SRUN = SrunReach(Allocation(7, ("n1", "n2"), 2))
+SSH = SshRanks({"n1": [0, 1], "user@n2.example.org": [0, 1]})
+SRUN = SrunRanks(Allocation(7, ("n1", "n2"), 2))
 PDSH = "pdsh@login: {}: ssh exited with exit code {}\n"
 
 
@@ -46,7 +46,7 @@ def beats(**changes: object) -> dict[int, Heartbeat]:
 
 
 @pytest.mark.parametrize(
-    ("reach", "log", "statuses"),
+    ("remote", "log", "statuses"),
     [
         (SSH, PDSH.format("n2", 247), {2: -9}),
         (SSH, PDSH.format("n1", 1) + PDSH.format("n2", 245), {2: -11}),
@@ -63,14 +63,14 @@ def beats(**changes: object) -> dict[int, Heartbeat]:
         (SRUN, "srun: error: n2: tasks 0,2-3: Segmentation fault (core dumped)\n", {0: -11, 2: -11, 3: -11}),
         (SRUN, "srun: error: Node failure on n2\nsrun: error: n2: task 2: Something new\n", {}),
         (
-            Reach(),
+            RemoteRanks(),
             "mpirun noticed that process rank 3 with PID 0 on node n2 exited on signal 9 (Killed).\n",
             {3: -9},
         ),
     ],
 )  # fmt: skip
-def test_exit_statuses_are_parsed_from_a_launchers_log(reach: Reach, log: str, statuses: dict[int, int]) -> None:
-    assert reach.parse_statuses(f"before\n{log}after\n", beats()) == statuses
+def test_exit_statuses_are_parsed_from_a_launchers_log(remote: RemoteRanks, log: str, statuses: dict[int, int]) -> None:
+    assert remote.parse_statuses(f"before\n{log}after\n", beats()) == statuses
 
 
 ENDED = "srun: forcing job termination\n"
@@ -79,7 +79,7 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
 
 
 @pytest.mark.parametrize(
-    ("reach", "before", "after", "hosts"),
+    ("remote", "before", "after", "hosts"),
     [
         (SSH, PDSH.format("n1", 1), PDSH.format("n2", 255), {}),  # killed here
         (SSH, PDSH.format("n2", 247), "", {}),
@@ -103,22 +103,22 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
             {"n2": "srun could not start its ranks: Communication connection failure"},
         ),
         (SRUN, "srun: error: Unable to create step for job 1\n", ENDED, {}),
-        (Reach(), "mpirun: a word\n", "", {}),
+        (RemoteRanks(), "mpirun: a word\n", "", {}),
     ],
 )  # fmt: skip
-def test_lost_hosts_are_found_in_a_launchers_log(reach: Reach, before: str, after: str, hosts: object) -> None:
-    assert reach.find_lost_hosts(before, before + after, beats()) == hosts
+def test_lost_hosts_are_found_in_a_launchers_log(remote: RemoteRanks, before: str, after: str, hosts: object) -> None:
+    assert remote.find_lost_hosts(before, before + after, beats()) == hosts
 
 
 @pytest.mark.parametrize(
-    ("reach", "status", "log", "own"),
+    ("remote", "status", "log", "own"),
     [(SRUN, -9, "", True), (SRUN, 137, "", True), (SRUN, 1, "", False),
      (SRUN, 137, "srun: error: n2: task 2: Killed\n", False), (SSH, -9, "", True), (SSH, 247, "", True),
      (SSH, 0, "", True),
      (SSH, 247, PDSH.format("n1", 247), False)],
 )  # fmt: skip
-def test_a_launcher_that_fell_itself(reach: Reach, status: int, log: str, own: bool) -> None:
-    assert reach.is_launcher_failure(status, log) is own
+def test_a_launcher_that_fell_itself(remote: RemoteRanks, status: int, log: str, own: bool) -> None:
+    assert remote.is_launcher_failure(status, log) is own
 
 
 def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
 
 def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ssh to it waits for as long as TCP does, whatever is done on the hosts that are left."""
-    monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.2)
-    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
+    monkeypatch.setattr(supervisor, "FAILURE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(supervisor, "END_TIMEOUT_S", 0.4)
     script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, remote=SshRanks({}))
     assert run.run() == 1
     assert run.processes[0].poll() == -9
     assert (run.state, run.abort) == (supervisor.RunState.FAILING, supervisor.Abort.UNREACHABLE)
@@ -148,9 +148,9 @@ def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SLURM ends srun for a lost node and signals the launcher in the same moment."""
-    monkeypatch.setattr(SshReach, "kill", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(SshRanks, "kill", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     script = f"echo '{PDSH.format('n1', 1).strip()}'; sleep 1; exit 1"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, remote=SshRanks({}))
     assert run.run() == 1
     assert run.signals == [signal.SIGTERM]
     assert "the run failed: " in capfd.readouterr().err
@@ -160,14 +160,14 @@ def test_a_signal_to_a_run_that_has_failed_gives_it_no_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A scheduler that waits for 30 s would end the launcher before it has reported why."""
-    monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 3.0)
-    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
+    monkeypatch.setattr(supervisor, "FAILURE_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(supervisor, "END_TIMEOUT_S", 0.4)
     script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, remote=SshRanks({}))
     threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     began = time.monotonic()
     assert run.run() == 1 and run.signals == [signal.SIGTERM]
-    assert time.monotonic() - began < 0.5 * supervisor.SAVE_PATIENCE_S
+    assert time.monotonic() - began < 0.5 * supervisor.SAVE_TIMEOUT_S
     assert "the run failed: " in capfd.readouterr().err
 
 
@@ -182,7 +182,7 @@ def test_a_launcher_that_outlives_its_ranks_is_ended(
         if rank < 2:
             (tmp_path / f"line-{rank}").write_bytes(beat.encode())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, remote=SshRanks({}))
     if signalled:
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == code
@@ -200,7 +200,7 @@ def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
     (tmp_path / "line").write_bytes(beats()[0].encode().replace(b'"pid": 1,', b'"pid": PID,'))
     known = 'until [ -e go ]; do sleep 0.1; done; sed "s/PID/$$/" line > heartbeat-0.json'
     script = f"trap 'exit 130' USR1; cd {tmp_path}; {known}; while :; do sleep 0.1; done"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 1, {}, ()), tmp_path, reach=SshReach({"n1": [0]}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 1, {}, ()), tmp_path, remote=SshRanks({"n1": [0]}))
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     threading.Timer(1.5, (tmp_path / "go").touch).start()
     assert run.run() == 130
@@ -211,15 +211,15 @@ def test_a_rank_elsewhere_that_waits_for_one_that_has_stopped_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In NCCL it hears of no signal; the other's heartbeat says that it has ended by one."""
-    monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.5)
-    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 1.0)
+    monkeypatch.setattr(supervisor, "FAILURE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(supervisor, "END_TIMEOUT_S", 1.0)
     ended = beats(r0=75)[0].encode()
     file = tmp_path / "heartbeat-0.json"
     monkeypatch.setattr(remote, "run_over_ssh", lambda host, command: file.write_bytes(ended))
     for rank in (0, 1):
         (tmp_path / f"line-{rank}").write_bytes(beats()[rank].encode())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
-    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=SshReach({"n1": [0, 1]}))
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, remote=SshRanks({"n1": [0, 1]}))
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == 143
     assert run.processes[0].poll() == -9

@@ -5,23 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.failure_report import Fault
-from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.failure_report import FailureSummary
+from launcher.supervision.restarts import AttemptResult, Restarts
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_record import RestartNote, read_restarts
 
-KILLED = Fault(-9, "rank 1 on a was killed by signal 9 (SIGKILL)", 1)
-DONE = Ending(0)
+KILLED = FailureSummary(-9, "rank 1 on a was killed by signal 9 (SIGKILL)", 1)
+DONE = AttemptResult(0)
 
 
 class Starts:
     """Endings one after the other; an ending that is a step writes a checkpoint of it first."""
 
-    def __init__(self, folder: Path, *endings: Ending, saves: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, *endings: AttemptResult, saves: Sequence[int] = ()) -> None:
         self.folder, self.endings, self.saves = folder, list(endings), list(saves)
         self.settings: list[list[str]] = []
 
-    def __call__(self, settings: Sequence[str]) -> Ending:
+    def __call__(self, settings: Sequence[str]) -> AttemptResult:
         self.settings.append(list(settings))
         if self.saves:
             save(self.folder, self.saves.pop(0))
@@ -38,8 +38,8 @@ def save(folder: Path, step: int) -> None:
     (checkpoint / "COMPLETE").write_text("")
 
 
-def killed(step: int, *, gained: bool = True) -> Ending:
-    return Ending(137, KILLED, 2, step, gained)
+def killed(step: int, *, gained: bool = True) -> AttemptResult:
+    return AttemptResult(137, KILLED, 2, step, gained)
 
 
 def test_a_killed_rank_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_step_must_be_made_between_two_starts(tmp_path: Path, capsys: pytest.C
 
 def test_a_slot_that_fails_again_is_excluded_from_a_run_that_has_trained(tmp_path: Path) -> None:
     starts = Starts(tmp_path, killed(7), killed(0, gained=False), DONE)
-    left_out = Restarts(tmp_path, starts, max_restarts=3, resumes=False, exclude=lambda ending: f"rank {ending.fault}")
+    left_out = Restarts(tmp_path, starts, max_restarts=3, resumes=False, exclude=lambda end: f"rank {end.failure}")
     assert left_out.run() == 0
     first = Starts(tmp_path, killed(0, gained=False))
     assert Restarts(tmp_path, first, max_restarts=3, resumes=False, exclude=lambda _: "rank 1").run() == 137
@@ -97,23 +97,23 @@ def test_max_restarts_limits_the_restarts(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     "ending",
     [
-        Ending(2, Fault(2, "error: x", is_user_error=True), 2, 4, True),
-        Ending(1, Fault(1, "rank 0", 0, is_user_error=True), 2, 4, True),
-        Ending(143, None, 2, 4, True),
-        Ending(75, None, 2, 4, True),
+        AttemptResult(2, FailureSummary(2, "error: x", is_user_error=True), 2, 4, True),
+        AttemptResult(1, FailureSummary(1, "rank 0", 0, is_user_error=True), 2, 4, True),
+        AttemptResult(143, None, 2, 4, True),
+        AttemptResult(75, None, 2, 4, True),
         DONE,
     ],
     ids=["usage", "answer", "stopped", "preempted", "done"],
 )
-def test_failures_that_a_restart_cannot_fix_end_the_run(tmp_path: Path, ending: Ending) -> None:
+def test_failures_that_a_restart_cannot_fix_end_the_run(tmp_path: Path, ending: AttemptResult) -> None:
     assert Starts(tmp_path, ending).run() == ending.code
 
 
 def test_a_smaller_micro_batch_stays_small_in_later_starts(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    starts = Starts(tmp_path, Ending(EXIT_RESTART, None, 2, 4, True), killed(9), DONE, saves=[2])
+    starts = Starts(tmp_path, AttemptResult(EXIT_RESTART, None, 2, 4, True), killed(9), DONE, saves=[2])
 
-    def start(settings: Sequence[str]) -> Ending:
+    def start(settings: Sequence[str]) -> AttemptResult:
         if not starts.settings:
             RestartNote(4, 2, 4, 3).write(tmp_path / "logs")
         return starts(settings)
@@ -133,23 +133,25 @@ def test_a_start_that_wrote_nothing_is_repeated_as_it_was(tmp_path: Path) -> Non
     (tmp_path / "logs").mkdir()
     settings: list[list[str]] = []
 
-    def start(given: Sequence[str]) -> Ending:
+    def start(given: Sequence[str]) -> AttemptResult:
         settings.append(list(given))
         if len(settings) > 1:
             return DONE
         RestartNote(0, 4, 2, 2).write(tmp_path / "logs")
-        return Ending(EXIT_RESTART, None, 2)
+        return AttemptResult(EXIT_RESTART, None, 2)
 
     assert Restarts(tmp_path, start, max_restarts=3, resumes=False).run() == 0
     assert settings[1][:2] == ["training.batch_size=4", "training.gradient_accumulation_steps=2"]
     assert not [word for word in settings[1] if word.startswith(("output.overwrite", "training.resume"))]
 
 
-@pytest.mark.parametrize("ending", [DONE, Ending(143, None, 2, 4, True), Ending(75, None, 2, 4, True), Ending(1)])
-def test_a_missing_folder_does_not_change_the_exit_code(tmp_path: Path, ending: Ending) -> None:
+@pytest.mark.parametrize(
+    "ending", [DONE, AttemptResult(143, None, 2, 4, True), AttemptResult(75, None, 2, 4, True), AttemptResult(1)]
+)
+def test_a_missing_folder_does_not_change_the_exit_code(tmp_path: Path, ending: AttemptResult) -> None:
     (tmp_path / "logs").mkdir()
 
-    def start(settings: Sequence[str]) -> Ending:
+    def start(settings: Sequence[str]) -> AttemptResult:
         (tmp_path / "logs").rmdir()
         (tmp_path / "logs").touch()  # what is below it is an error as with a lost server, and not a missing file
         return ending

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint import Position
-from trainer.checkpoint.checkpoint_files import find_damage, list_checkpoints, reseal
+from trainer.checkpoint.checkpoint_files import describe_damage, list_checkpoints, reseal
 from trainer.checkpoint.checkpoint_manager import CheckpointManager
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands.estimate import main as estimate
@@ -203,7 +203,7 @@ def test_a_damaged_newest_one_is_passed_over_in_training(run_dir: Path, ground: 
     assert "warning: skipped checkpoint-4 (training_state-00000.safetensors is damaged: 5,000 bytes of" in shown
     assert "resuming from checkpoint-2" in shown and "resumed from" in shown
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
-    assert find_damage(run_dir / "checkpoint-4") is None and (run_dir / "abandoned-checkpoint-4").is_dir()
+    assert describe_damage(run_dir / "checkpoint-4") is None and (run_dir / "abandoned-checkpoint-4").is_dir()
     for name, value in load_file(run_dir / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
 
@@ -226,7 +226,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     expected = "checkpoints after step 2 belong to the earlier run and were renamed: abandoned-checkpoint-4"
     assert shown.count(expected) == 1
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
-    assert find_damage(run_dir / "abandoned-checkpoint-4") is None
+    assert describe_damage(run_dir / "abandoned-checkpoint-4") is None
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
 
 
@@ -307,7 +307,7 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     with pytest.raises(UserError, match="checkpoint-2 was not saved") as failed:
         train(ground, output_dir=str(tmp_path / "end"), training__save_steps=1, training__max_steps=2)
     assert failed.value.exit_code == 1
-    assert [find_damage(path) for path in list_checkpoints(tmp_path / "end")] == [None]
+    assert [describe_damage(path) for path in list_checkpoints(tmp_path / "end")] == [None]
 
 
 def test_checkpoints_by_minutes_and_by_steps(ground: Path, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_requirements_with_a_gpu(
         ("disk", "FAIL disk: output_dir"),
         ("package", "FAIL no-such-package not installed fix: pip install 'no-such-package>=1'"),
         ("version", "FAIL pyyaml"),
-        ("memory", "WARN GPU 0 8 GB of memory are needed"),
+        ("memory", "WARN GPU 0 at least 8 GB of GPU memory is needed"),
         ("capability", "WARN GPU 0 compute capability 7.0 or newer is needed"),
         (
             "CUDA",

@@ -9,7 +9,7 @@ import torch
 from trainer.checkpoint.checkpoint import Position
 from trainer.monitor.hooks import HISTORY_STEPS, MIN_HISTORY, FinishedStep, SpikeWatch
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
+from trainer.parallel.ranks.stragglers import MIN_SLOW_WINDOWS, WINDOW_STEPS, StragglerWatch
 
 
 def noisy(count: int) -> list[float]:
@@ -66,10 +66,13 @@ def watch(said: list[str], ranks: int = 4) -> StragglerWatch:
 def test_a_rank_that_is_slow_again_and_again_is_named_once() -> None:
     said: list[str] = []
     stragglers = watch(said)
-    for window in range(1, REPEATS + 3):
-        stragglers.judge(window * WINDOW, [0.100, 0.130, 0.101, 0.099])
+    for window in range(1, MIN_SLOW_WINDOWS + 3):
+        stragglers.report_slow_ranks(window * WINDOW_STEPS, [0.100, 0.130, 0.101, 0.099])
     assert len(said) == 1
-    assert f"step {REPEATS * WINDOW}: rank 1 on gpu-1 is slow: its own work takes 130.0 ms per step" in said[0]
+    assert (
+        f"step {MIN_SLOW_WINDOWS * WINDOW_STEPS}: rank 1 on gpu-1 is slow: its own work takes 130.0 ms per step"
+        in said[0]
+    )
 
 
 def test_now_and_then_is_nobody_slow() -> None:
@@ -78,8 +81,8 @@ def test_now_and_then_is_nobody_slow() -> None:
     for window in range(1, 30):
         times = [0.1] * 4
         times[window % 4] = 0.2
-        stragglers.judge(window * WINDOW, times)
-        stragglers.judge(window * WINDOW, [0.0001, 0.0002, 0.0001, 0.0001])
+        stragglers.report_slow_ranks(window * WINDOW_STEPS, times)
+        stragglers.report_slow_ranks(window * WINDOW_STEPS, [0.0001, 0.0002, 0.0001, 0.0001])
     assert said == []
 
 

@@ -28,7 +28,7 @@ import gc, sys
 import trainer.train
 from trainer.contract.rank_arguments import StartMessage
 from trainer.parallel.ranks.progress import PROGRESS
-end = PROGRESS.finish_startup
+end = PROGRESS.take_startup_times
 def ended():
     parts = end()
     if parts is not None:
@@ -38,7 +38,7 @@ def released(channel):
     open("modules-before", "w").write("\\n".join(sys.modules))
     assert gc.isenabled() and gc.get_freeze_count() > 100_000
     return StartMessage(["run.yaml"], "log")
-PROGRESS.finish_startup, StartMessage.wait = ended, released
+PROGRESS.take_startup_times, StartMessage.wait = ended, released
 sys.argv[1:] = ["run.yaml", "--prestarted"]
 sys.exit(trainer.train.main())
 """
@@ -197,7 +197,7 @@ def test_a_rank_that_is_stopped_before_the_checks_are_done_is_named(folder: Path
         ranks[0].suspend()
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    line = f"the run failed during its checks: the run hangs: rank 0 on {HOST} is stopped (SIGSTOP, or a"
+    line = f"the run failed during its checks: the run is hung: rank 0 on {HOST} is stopped (SIGSTOP, or a"
     assert err.splitlines()[-1].startswith(line), err
     assert_gone(ranks)
     assert not (folder / "halted").exists()
@@ -242,9 +242,9 @@ def test_the_times_of_all_phases_add_up_to_the_total(monkeypatch: pytest.MonkeyP
     progress.begin_step(1)
     with progress.phase("backward"):
         time.sleep(0.02)
-    parts = progress.finish_startup()
+    parts = progress.take_startup_times()
     age = time.time() - psutil.Process(os.getpid()).create_time()
-    assert parts is not None and progress.finish_startup() is None
+    assert parts is not None and progress.take_startup_times() is None
     assert parts["load"] >= 0.04 and parts["other"] >= 0.02 and parts["first step"] >= 0.02 and "weights" not in parts
     # The kernel tells when a process began in hundredths of a second, and when it began itself in whole ones.
     assert sum(parts.values()) == pytest.approx(age, abs=2.0)

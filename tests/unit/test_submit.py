@@ -117,7 +117,7 @@ def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
 @pytest.mark.parametrize(
     ("time", "message"),
     [
-        ("0:03:00", "--time 0:03:00: is 180 s, of which 300 (--grace) and up to 60 more are for saving"),
+        ("0:03:00", "--time 0:03:00: leaves no time for a step: of 180 s, 300 (--grace) and up to 60 more"),
         ("6", "use --time 15 or a smaller --grace"),
         ("tomorrow", "--time tomorrow: must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
     ],
@@ -251,7 +251,7 @@ def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
     shown = dict(describe_run(tmp_path))
     assert shown["state"] == "exited with code 75" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time() - 4000}))
-    assert dict(describe_run(tmp_path))["state"].startswith("silent for 1:0")
+    assert dict(describe_run(tmp_path))["state"].startswith("no heartbeat for 1:0")
     lock.release()
     # Its last heartbeat is young, and on this machine no process holds the lock that it has left.
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time()}))

@@ -28,7 +28,7 @@ from trainer.contract.heartbeat import (
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (
-    WorkDetector,
+    ActivityDetector,
     find_collective,
     find_location,
     get_main_thread_frame,
@@ -113,8 +113,8 @@ def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
     reported = describe_hang(beats(collective=None, phase="save/gather", step=411), set())
     assert reported.ranks == [1]
     assert reported.text == (
-        "the run hangs: rank 1 on n1 (process 100) has made no progress for 11.0 minutes, step 411, phase save/gather, "
-        "at step.py:1 train_step; 2 other ranks wait for it in all_reduce"
+        "the run is hung: rank 1 on n1 (process 100) has made no progress for 11.0 minutes, step 411, phase "
+        "save/gather, at step.py:1 train_step; 2 other ranks wait for it in all_reduce"
     )
 
 
@@ -150,9 +150,9 @@ def test_a_rank_without_heartbeats_is_behind_and_reported_with_its_host() -> Non
     reported = describe_hang(nobody, {1, 2})
     assert reported.ranks == [1, 2]
     assert reported.text == (
-        "the run hangs: rank 1 has sent no heartbeat since it was started: it is stopped, or its host is "
+        "the run is hung: rank 1 has sent no heartbeat since it was started: it is stopped, or its host is "
         "down; rank 2 has sent no heartbeat since it was started: it is stopped, or its host is down; rank 0 waits "
-        "for it in join/meet"
+        "for them in join/meet"
     )
 
 
@@ -280,9 +280,9 @@ def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
     observer._silence_s = 0.0
 
     def is_silent() -> bool:
-        observer._polled_at, observer.silent_run = 0.0, None
+        observer._polled_at, observer.silence = 0.0, None
         observer.poll()
-        return observer.silent_run is not None
+        return observer.silence is not None
 
     assert not is_silent(), "nobody has begun yet"
     folder.publish(BEAT)
@@ -301,7 +301,7 @@ def test_work_is_distinguished_from_waiting() -> None:
 def _tell_work_from_waiting() -> None:
     """Look as the watchdog does: from its own thread, so that its own work does not count."""
     with ThreadPoolExecutor(max_workers=1) as watchdog:
-        work = watchdog.submit(WorkDetector).result()
+        work = watchdog.submit(ActivityDetector).result()
 
         def has_progressed() -> bool:
             return watchdog.submit(work.has_progressed).result()

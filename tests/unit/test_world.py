@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan import LaunchRequest, plan
+from launcher.plan import LaunchRequest, plan_launch
 from trainer.config import RunConfig, UserError, compute_collective_timeout
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.rendezvous import describe_port_problem, find_free_port, get_host_name
@@ -48,17 +48,17 @@ except UserError as error:
 DECIDE = """
 from trainer.config import UserError
 from trainer.parallel.ranks.group import Ranks
-from trainer.parallel.ranks.agreement import decide_on_first_rank
+from trainer.parallel.ranks.agreement import decide_on_rank_0
 
 def refuse():
     raise UserError("output_dir=x: no")
 
 ranks = Ranks.from_environment()
 try:
-    decide_on_first_rank(ranks, 2.0, refuse)
+    decide_on_rank_0(ranks, 2.0, refuse)
 except UserError as error:
     print("refused:", error)
-print("given:", decide_on_first_rank(ranks, 2.0, lambda: "a lock"))
+print("given:", decide_on_rank_0(ranks, 2.0, lambda: "a lock"))
 """
 
 FACTS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "0.1.0+aa", "configuration": "cc"}
@@ -130,7 +130,7 @@ def test_a_taken_port_is_reported_with_its_option(monkeypatch: pytest.MonkeyPatc
         listener.bind(("", port))
         listener.listen()
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on this host .Address already in use"):
-            plan(LaunchRequest(master_port=port), Path())
+            plan_launch(LaunchRequest(master_port=port), Path())
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on {get_host_name()} "):
             timeout = compute_collective_timeout(config.training)
             check_ranks_agree(Ranks(0, 2, 0), config.model_dump_json(), Path(config.output_dir), timeout)
@@ -161,8 +161,8 @@ def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Pa
     """Both are given `run`, in folders of their own: the same name and not the same files, as on a local disk."""
     reports = [replace(report, sees_folder=report.host == "n1") for report in world()]
     assert check_shared_folder(reports, "/run") == [
-        "output_dir=/run: n2, n3 do not see what rank 0 on n1 writes there; use a folder on a file system that all "
-        "hosts share"
+        "output_dir=/run: files that rank 0 on n1 writes there are not visible on n2, n3; use a folder on "
+        "a file system that all hosts share"
     ]
     here, there = tmp_path / "here", tmp_path / "there"
     there.mkdir()
@@ -171,7 +171,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Pa
         assert all(lines[0].startswith("world        2 ranks on n1, n2: ") for lines in shared), shared
         assert [lines[1] for lines in shared] == ["2"] * 2
         apart = said_by_two(MEET, lock.token, folders=(here, there))
-    reported = "refused: output_dir=run: n2 does not see what rank 0 on n1 writes there; use a folder on a file system"
+    reported = "refused: output_dir=run: files that rank 0 on n1 writes there are not visible on n2; use a folder on"
     assert all(lines[0].startswith(reported) for lines in apart), apart
 
 

@@ -46,7 +46,7 @@ def describe_adapter_damage(folder: Path) -> str | None:
         if _has_changed(folder, WEIGHTS, _read_checksums(folder)):
             return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy the file from a checkpoint"
     except FileNotFoundError:
-        return f"no {WEIGHTS}; use an adapter in safetensors format"
+        return f"{WEIGHTS} is missing; use an adapter in safetensors format"
     except UnreadableFileError as error:
         return f"{error.path.name} {error.problem}; {error.fix}"
     return None
@@ -100,7 +100,7 @@ class AdapterFormat:
     factors: Mapping[str, ExpertFactor]
     """Factors that PEFT stores in a different shape, by name in the model."""
     empty_base: Any
-    loaded: set[Any] = field(default_factory=set)
+    checked: set[Any] = field(default_factory=set)
     """Combinations of settings, names and shapes that PEFT has already loaded."""
 
     @classmethod
@@ -136,7 +136,7 @@ class AdapterFormat:
         """
         text = (folder / SETTINGS).read_text(encoding="utf-8")
         shapes = {name: tuple(entry.shape) for name, entry in read_safetensors_header(folder / WEIGHTS)[0].items()}
-        if (key := (text, frozenset(shapes.items()))) in self.loaded:
+        if (key := (text, frozenset(shapes.items()))) in self.checked:
             return
         try:
             load_on_empty_base(self.empty_base, json.loads(text), shapes)
@@ -144,13 +144,13 @@ class AdapterFormat:
             name = folder.name.removeprefix(".writing-")
             problem = f"{name} was not saved: PEFT could not load it: {error}"
             raise NotReloadableError(f"{problem}; older checkpoints are untouched") from error
-        self.loaded.add(key)
+        self.checked.add(key)
 
     def build_tensors(self, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         peft = {name: factor.to_peft(trained[name]).contiguous() for name, factor in self.factors.items()}
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
-    def for_unchanged_base(self) -> "AdapterFormat":
+    def convert_for_unchanged_base(self) -> "AdapterFormat":
         """Return the format of an equivalent adapter for the original base model; PiSSA and OLoRA change its weights.
 
         W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
@@ -164,10 +164,10 @@ class AdapterFormat:
         return replace(self, settings=json.dumps(settings, indent=2, sort_keys=True))
 
 
-def stack_difference(
+def subtract_initial_adapter(
     trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the factors of (trained - initial), in the format of `for_unchanged_base`."""
+    """Return the factors of (trained - initial), in the format of `convert_for_unchanged_base`."""
     joined = dict(trained)
     for name, value in trained.items():
         if "lora_A" in name:

@@ -51,11 +51,11 @@ class RankState:
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
             pieces = StatePieces(tensors, pieces.shards, pieces.shapes)
-        raw = {f"moments/{name}": value for name, value in engine_state.collect_raw().items()}
+        raw = {f"moments/{name}": value for name, value in engine_state.collect_8bit_moments().items()}
         rank_tensors = {name: copies.copy(name, value) for name, value in (_get_random_states() | raw).items()}
         return cls(ranks.rank, pieces, rank_tensors, {})
 
-    def complete(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
+    def fill_state(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Return a copy with `state` filled in. Call it only after the device has finished the step being saved."""
         state = {
             "format": FORMAT,
@@ -91,9 +91,9 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     files = sorted(checkpoint.glob("training_state-*.safetensors"))
     tensors = assemble_state(StatePieces.read(_load_tensors(file), read_safetensors_header(file)[1]) for file in files)
     engine_state = EngineState(engine)
-    if misfit := engine_state.find_mismatch(tensors):
+    if mismatch := engine_state.find_mismatch(tensors):
         raise UserError(
-            f"{checkpoint}: {misfit}, so it was saved with another model, adapter or optimizer; use the settings of "
+            f"{checkpoint}: {mismatch}, so it was saved with another model, adapter or optimizer; use the settings of "
             f"that run, or start a new run with lora.adapter_path: {checkpoint}"
         )
     exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
@@ -132,7 +132,7 @@ def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     moments = {name.removeprefix("moments/"): value for name, value in tensors.items() if name.startswith("moments/")}
-    return engine_state.restore_raw(moments)
+    return engine_state.restore_8bit_moments(moments)
 
 
 def _read_loss_scale(engine: Engine) -> dict[str, float] | None:

@@ -25,7 +25,7 @@ NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
-class Choice:
+class CheckpointChoice:
     """The checkpoint to resume from (None for a fresh start), and a warning about skipped damaged checkpoints."""
 
     checkpoint: Path | None
@@ -46,33 +46,33 @@ def parse_step(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
-def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choice:
-    """Resolve `training.resume_from_checkpoint`; with `read`, also verify all checksums.
+def choose_checkpoint(setting: str | None, run_dir: Path, *, verify: bool) -> CheckpointChoice:
+    """Resolve `training.resume_from_checkpoint`; with `verify`, also verify all checksums.
 
     `latest` and `auto` skip damaged checkpoints. Raises UserError if the named checkpoint or all checkpoints are
     damaged, or if `latest` finds none.
     """
     if setting is None:
-        return Choice(None)
+        return CheckpointChoice(None)
     if setting in ("latest", "auto"):
-        return _choose_newest_intact(setting, run_dir, read)
+        return _choose_newest_intact(setting, run_dir, verify)
     path, prefix = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
     if not (path / "state.json").exists() and not (path / MARKER).exists():
         raise UserError(f"{prefix}: is not a checkpoint folder; use latest, or {run_dir}/checkpoint-N")
-    problem = _describe_problem(path, read)
+    problem = _describe_problem(path, verify)
     if problem is None:
-        return Choice(path)
+        return CheckpointChoice(path)
     raise UserError(f"{prefix}: {problem}; use another checkpoint, or latest for the newest complete checkpoint")
 
 
-def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
+def _choose_newest_intact(setting: str, run_dir: Path, verify: bool) -> CheckpointChoice:
     damaged: list[str] = []
     folders = list_checkpoint_folders(run_dir)
     for folder in reversed(folders):
-        problem = _describe_problem(folder, read)
+        problem = _describe_problem(folder, verify)
         if problem is None:
             warning = f"skipped {'; '.join(damaged)}; resuming from {folder.name}" if damaged else None
-            return Choice(folder, warning)
+            return CheckpointChoice(folder, warning)
         damaged.append(f"{folder.name} ({problem})")
     if damaged:
         # Even `auto` does not start over: it would overwrite checkpoints that may still be recovered.
@@ -85,14 +85,14 @@ def _choose_newest_intact(setting: str, run_dir: Path, read: bool) -> Choice:
             f"training.resume_from_checkpoint=latest: no complete checkpoint in {run_dir}; "
             "use auto to start from scratch"
         )
-    return Choice(None)
+    return CheckpointChoice(None)
 
 
-def _describe_problem(checkpoint: Path, read: bool) -> str | None:
-    return find_damage(checkpoint) if read or not (checkpoint / MARKER).exists() else None
+def _describe_problem(checkpoint: Path, verify: bool) -> str | None:
+    return describe_damage(checkpoint) if verify or not (checkpoint / MARKER).exists() else None
 
 
-def find_damage(checkpoint: Path) -> str | None:
+def describe_damage(checkpoint: Path) -> str | None:
     """Verify a checkpoint's checksums; return the first problem, including the file's name, or None if all match."""
     try:
         sums = _parse_checksums((checkpoint / MARKER).read_bytes())
@@ -171,16 +171,16 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
     return {name: (digest, int(size)) for digest, size, name in rows}
 
 
-def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
-    """Seal a folder, flush it to disk and rename it to `final`, after renaming `later` checkpoints and an old `final`.
+def publish(folder: Path, final: Path, abandoned: list[Path]) -> list[Path]:
+    """Seal a folder, flush it to disk and rename it to `final`; first rename `abandoned` checkpoints and old `final`.
 
     A crash at any point leaves older checkpoints untouched. Returns the new paths of the renamed checkpoints.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):
         sync(path)
-    existing = [final] if final.exists() and final not in later else []
-    moved = [_set_aside(checkpoint) for checkpoint in (*later, *existing) if checkpoint.exists()]
+    existing = [final] if final.exists() and final not in abandoned else []
+    moved = [_rename_abandoned(checkpoint) for checkpoint in (*abandoned, *existing) if checkpoint.exists()]
     os.replace(folder, final)
     # The run's folder and its parents may be new too.
     for parent in final.absolute().parents:
@@ -190,7 +190,7 @@ def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
     return moved
 
 
-def _set_aside(checkpoint: Path) -> Path:
+def _rename_abandoned(checkpoint: Path) -> Path:
     """Rename a checkpoint to `abandoned-...`, so that a run resumes from it only if it is named explicitly."""
     names = (f"abandoned{'' if number == 1 else f'-{number}'}-{checkpoint.name}" for number in range(1, 10_000))
     new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())

@@ -19,7 +19,12 @@ from rich.markup import escape
 
 from trainer.checkpoint.background import PREFIX, BackgroundSave, SaveError, exchange_outcomes
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
-from trainer.checkpoint.checkpoint_files import find_damage, list_later_checkpoints, list_surplus_checkpoints, publish
+from trainer.checkpoint.checkpoint_files import (
+    describe_damage,
+    list_later_checkpoints,
+    list_surplus_checkpoints,
+    publish,
+)
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.identity import build_identity, describe_finished, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
@@ -55,7 +60,7 @@ class CheckpointManager:
         self.checkpoint: Path | None = None
         self._identity: dict[str, Any] | None = None
         self._first_step = 0
-        self._later: list[Path] = []
+        self._abandoned: list[Path] = []
         self._renamed: list[Path] = []
         self.copies = HostCopies()
         self._copied: tuple[RankState, dict[str, torch.Tensor]] | None = None
@@ -69,7 +74,7 @@ class CheckpointManager:
         plan = partial(plan_resumption, world_size=ranks.world_size, precision=self._precision)
         resumption = run_on_main(ranks, lambda: plan(config, self._prepared))
         self.checkpoint = resumption.checkpoint
-        self._later = [] if self.checkpoint else list_later_checkpoints(self._run_dir, 0)
+        self._abandoned = [] if self.checkpoint else list_later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
             self._say(f"[yellow]warning:[/yellow] {escape(warning)}")
         for note in resumption.notes:
@@ -84,7 +89,7 @@ class CheckpointManager:
             return Position(best_metric=training.compared_metric), None
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
-        self._later, self._first_step = list_later_checkpoints(self._run_dir, position.step), position.step
+        self._abandoned, self._first_step = list_later_checkpoints(self._run_dir, position.step), position.step
         self._say.print_always(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
@@ -105,8 +110,8 @@ class CheckpointManager:
 
     def save_result(self, engine: Engine, schedule: Any, factor: float) -> None:
         """Write the final weights with the adapter's update scaled by `factor`; a collective call."""
-        must_have_moved, identity = has_positive_rate(schedule), self._get_identity()
-        self._folder.save_result(engine, must_have_moved=must_have_moved, factor=factor, identity=identity)
+        require_nonzero_b, identity = has_positive_rate(schedule), self._get_identity()
+        self._folder.save_result(engine, require_nonzero_b=require_nonzero_b, factor=factor, identity=identity)
 
     def _get_identity(self) -> dict[str, Any] | None:
         """Return this run's identity on rank 0; None on the other ranks."""
@@ -124,7 +129,7 @@ class CheckpointManager:
         with phase("gather"), use_averaged_weights(engine):
             only_trained = self._config.adapter != "none"
             weights = gather_weights(engine.module, only_trained=only_trained, copy=self.copies.copy)
-        self.copies.mark_queued()
+        self.copies.record_event()
         self._copied = state, weights
 
     @phase("save")
@@ -146,9 +151,9 @@ class CheckpointManager:
         folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
-        must_have_moved = has_positive_rate(schedule)
-        write_weights = self._folder.build_weights_writer(engine, weights, must_have_moved=must_have_moved)
-        rank_state = rank_state.complete(state, engine, self._ranks)
+        require_nonzero_b = has_positive_rate(schedule)
+        write_weights = self._folder.build_weights_writer(engine, weights, require_nonzero_b=require_nonzero_b)
+        rank_state = rank_state.fill_state(state, engine, self._ranks)
 
         def write(folder: Path) -> None:
             self.copies.wait()
@@ -174,10 +179,9 @@ class CheckpointManager:
         Renames an earlier run's checkpoints that are newer than the step from which this run resumed.
         """
         self._folder.check()
-        self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._later)
-        for checkpoint in list(
-            list_surplus_checkpoints(self._run_dir, self._config.training.save_total_limit, protect)
-        ):
+        self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._abandoned)
+        limit = self._config.training.save_total_limit
+        for checkpoint in list(list_surplus_checkpoints(self._run_dir, limit, protect)):
             shutil.rmtree(checkpoint)
         self._upload()
 
@@ -206,7 +210,7 @@ class CheckpointManager:
             return
         with self._warn_on_failure():
             save.finish()
-        self._later = []
+        self._abandoned = []
         if self._upload_problem:
             self._say(f"[yellow]warning:[/yellow] not uploaded: {escape(self._upload_problem)}; training continues")
             self._upload_problem = ""
@@ -236,7 +240,7 @@ class CheckpointManager:
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
         best = self._get_checkpoint_path(position.best_step)
-        if problem := run_on_main(self._ranks, lambda: find_damage(best)):
+        if problem := run_on_main(self._ranks, lambda: describe_damage(best)):
             self._say(f"[yellow]warning:[/yellow] keeping the last weights: {escape(f'{best.name}: {problem}')}")
             return None
         restore_checkpoint(best, engine, self._ranks)

@@ -73,14 +73,14 @@ def find_run(
     if missing:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, because the run did not finish or the file was deleted; {fix}")
+        raise UserError(f"{folder}: {missing[0]} is missing: the run did not finish, or the file was deleted; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # The recorded revision belongs to the recorded base model.
         if not base_model.strip():
             raise UserError("--base-model: empty; pass a folder or a Hub ID, or omit the option")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
-            raise UserError(f"--base-model={base_model}: is a file; use the folder of a model, or its Hub ID")
+            raise UserError(f"--base-model={base_model}: is a file; pass a model folder or a Hub ID")
         section = config.model.model_copy(update={"revision": None})
         config = config.model_copy(update={"base_model": base_model, "model": section})
     is_path = config.base_model.startswith(("/", ".", "~"))
@@ -104,9 +104,8 @@ def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
     """Print a note if the base model has layers above the adapter's last layer."""
     header, _, _ = read_safetensors_header(folder / ADAPTER[0])
     last = max((int(match[1]) for name in header if (match := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
-    layers = read_json_or_default(Path(base_model).expanduser() / "config.json", dict[str, Any], {}).get(
-        "num_hidden_layers", 0
-    )
+    config = read_json_or_default(Path(base_model).expanduser() / "config.json", dict[str, Any], {})
+    layers = config.get("num_hidden_layers", 0)
     if isinstance(layers, int) and 0 <= last < layers - 1:
         unchanged = f"has {layers} layers, but the adapter only {last + 1}; the other layers are unchanged"
         print(f"note: base_model={base_model}: {unchanged}", file=sys.stderr)
@@ -144,19 +143,17 @@ def _resolve_paths(value: Any, folder: Path, name: str = "") -> Any:
 
 
 def load_saved_tokenizer(run: FinishedRun) -> Any:
-    section = run.config.model.model_copy(
-        update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
-    )
-    return load_tokenizer(str(run.folder), section)
+    update = {"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
+    return load_tokenizer(str(run.folder), run.config.model.model_copy(update=update))
 
 
 def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
     """Return the prompt format for plain text, or None for the chat template. `raw` and `chat` override run.json."""
-    form: str | None = PLAIN_TEXT if raw else None
+    prompt_format: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
-            form = check_type(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
-    return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
+            prompt_format = check_type(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
+    return prompt_format if prompt_format is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
 def choose_default_device() -> torch.device:

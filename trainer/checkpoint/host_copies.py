@@ -32,7 +32,7 @@ class HostCopies:
         with self._use_copy_stream(tensor):
             return buffer.copy_(tensor, non_blocking=True)
 
-    def mark_queued(self) -> None:
+    def record_event(self) -> None:
         if self._stream is not None:
             # Blocking, so that the waiting thread neither spins nor holds the CUDA driver's lock.
             self._event = torch.cuda.Event(blocking=True)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, find_changed_files
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base, is_same_base
-from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_state
+from trainer.checkpoint.checkpoint_files import CheckpointChoice, choose_checkpoint, read_state
 from trainer.config import AUTO, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, to_text
@@ -250,7 +250,7 @@ def _read_initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
             return {}
         folder = cached.parent
     saved = read_adapter_settings(folder)
-    settings = {ours: saved[theirs] for theirs, ours in PEFT_NAMES.items() if theirs in saved}
+    settings = {setting: saved[name] for name, setting in PEFT_NAMES.items() if name in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")
     return {name: (value or [] if name in lists else value) for name, value in settings.items()}
 
@@ -270,16 +270,16 @@ def plan_resumption(
     *,
     world_size: int | None,
     precision: str | None = None,
-    choice: Choice | None = None,
+    choice: CheckpointChoice | None = None,
 ) -> Resumption:
     """Choose the checkpoint to resume from, and check that it is intact and belongs to this run.
 
-    `choice` is the result of an earlier `choose_checkpoint(..., read=True)`. Raises UserErrors with all differences
+    `choice` is the result of an earlier `choose_checkpoint(..., verify=True)`. Raises UserErrors with all differences
     that are not allowed, including differences between the base model and an initial adapter.
     """
     training = config.training
     if choice is None:
-        choice = choose_checkpoint(training.resume_from_checkpoint, Path(config.output_dir), read=True)
+        choice = choose_checkpoint(training.resume_from_checkpoint, Path(config.output_dir), verify=True)
     warnings = () if choice.warning is None else (choice.warning,)
     checkpoint = choice.checkpoint
     if checkpoint is None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from trainer.checkpoint.checkpoint_files import choose_checkpoint, list_checkpoints
-from trainer.checkpoint.run_record import LOGS, holds_run, list_run_files
+from trainer.checkpoint.run_record import LOGS, is_run_folder, list_run_files
 from trainer.config import RunConfig, SourceSection, UserError
 from trainer.config.evaluation_section import check_task_names
 from trainer.contract.folder_lock import describe_live_holder
@@ -29,21 +29,21 @@ MAX_SHOWN_NAMES = 3
 Result = TypeVar("Result")
 
 
-def check_early(config: RunConfig, *, to_train: bool = True) -> None:
+def check_inputs_and_output(config: RunConfig, *, to_train: bool = True) -> None:
     """Raise UserError if the output folder cannot be used, or the model, template or data do not exist.
 
     With `to_train=False` the output folder may already contain a run, or lack a checkpoint to resume from.
     """
     check_output_folder(config)
     for run in config.runs:
-        prefix_errors(check_early, run, to_train=to_train)
+        prefix_errors(check_inputs_and_output, run, to_train=to_train)
     if config.runs:
         has_checkpoint = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
         if to_train and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
             raise UserError("training.resume_from_checkpoint=latest: no adapter has a checkpoint; remove the setting")
         return
     if to_train:
-        choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
+        choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), verify=False)
         check_no_conflict(config)
     names = {"model.tokenizer": config.model.tokenizer, "lora.adapter_path": config.lora.adapter_path}
     for setting, name in ({"base_model": config.base_model} | names).items():
@@ -76,15 +76,15 @@ def check_output_folder(config: RunConfig) -> None:
     try:
         _check_writable(folder, _find_nearest_existing(folder))
         if (folder / LOGS).exists() and not (folder / LOGS).is_dir():
-            raise UserError(f"output_dir={folder}: {LOGS} is a file, but logs go there; use another folder")
+            raise UserError(f"output_dir={folder}: {LOGS} is a file, but the run writes logs there; use another folder")
         _check_separate(config, folder)
         entries = list_run_files(folder)
-        is_run = holds_run(folder) or (config.adapters and (folder / SWEEP).is_file())
+        is_run = is_run_folder(folder) or (config.adapters and (folder / SWEEP).is_file())
         if entries and not is_run:
             names = ", ".join(path.name for path in entries[:MAX_SHOWN_NAMES]) + (
                 ", ..." if len(entries) > MAX_SHOWN_NAMES else ""
             )
-            raise UserError(f"output_dir={folder}: contains files that no run wrote ({names}); use a new folder")
+            raise UserError(f"output_dir={folder}: contains files not written by a run ({names}); use a new folder")
     except OSError as error:
         raise UserError(f"output_dir={folder}: {error.strerror}; use another folder") from None
 
@@ -143,7 +143,7 @@ def _find_nearest_existing(folder: Path) -> Path:
             if ".." in (missing := folder.relative_to(path).parts):
                 name = path.joinpath(*missing[: missing.index("..")])
                 raise UserError(
-                    f"output_dir={folder}: {name} does not exist, so .. after it leads nowhere; remove both"
+                    f"output_dir={folder}: {name} does not exist, so .. after it cannot be resolved; remove both"
                 )
             return path
     return Path()

@@ -20,7 +20,7 @@ from rich.markup import escape
 from trainer.checkpoint.adapter_files import AdapterFormat, record_result
 from trainer.checkpoint.background import SaveError
 from trainer.checkpoint.checkpoint import Position
-from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, place_result, write_run_record
+from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, move_result_into_place, write_run_record
 from trainer.checkpoint.weights import gather_weights, save_initial_adapter, write_adapter, write_full_model
 from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
@@ -142,7 +142,7 @@ class RunFolder:
 
     @phase("save")
     def save_result(
-        self, engine: Engine, *, must_have_moved: bool, factor: float, identity: dict[str, Any] | None
+        self, engine: Engine, *, require_nonzero_b: bool, factor: float, identity: dict[str, Any] | None
     ) -> None:
         """Write the final weights to a temporary folder, then move them into place; a collective call.
 
@@ -161,14 +161,13 @@ class RunFolder:
                 if "lora_" in name and "_B." in name:  # lora_B and lora_embedding_B; the values are copies
                     value.mul_(factor)
             if self._ranks.is_main:
-                self.build_weights_writer(engine, weights, must_have_moved=must_have_moved)(result)
+                self.build_weights_writer(engine, weights, require_nonzero_b=require_nonzero_b)(result)
                 self.check()
                 self._write_card(result)
-                record_result(self.path, place_result(self.path), identity)
+                record_result(self.path, move_result_into_place(self.path), identity)
         if failures:
-            raise SaveError(
-                f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint contains it"
-            )
+            problem = f"the result was not written: {failures[0]}; the newest checkpoint contains it"
+            raise SaveError(f"{self.path}: {problem}")
 
     def restore_record(self) -> None:
         """Check that the folder still belongs to this run, and rewrite the record if it is missing."""
@@ -212,11 +211,11 @@ class RunFolder:
         return self._format
 
     def build_weights_writer(
-        self, engine: Engine, weights: dict[str, torch.Tensor], *, must_have_moved: bool
+        self, engine: Engine, weights: dict[str, torch.Tensor], *, require_nonzero_b: bool
     ) -> Callable[[Path], None]:
         """Return a function that writes gathered weights and tokenizer files to a folder, on rank 0.
 
-        Set `must_have_moved` if the learning rate has been above zero: writing then fails if B is still zero.
+        Set `require_nonzero_b` if the learning rate has been above zero: writing then fails if B is still zero.
         """
         model, is_full_training = engine.module, self._config.adapter == "none"
         write_companions = self._task.prepare_companion_files() if self._ranks.is_main else None
@@ -226,9 +225,9 @@ class RunFolder:
             if is_full_training:
                 write_full_model(model, weights, folder)
             else:
-                form = self.get_adapter_format(engine)
-                assert form is not None, "weights are written on rank 0"
-                write_adapter(form, weights, folder, must_have_moved=must_have_moved, initial=initial)
+                adapter_format = self.get_adapter_format(engine)
+                assert adapter_format is not None, "weights are written on rank 0"
+                write_adapter(adapter_format, weights, folder, require_nonzero_b=require_nonzero_b, initial=initial)
             if write_companions is not None:
                 write_companions(folder)
 

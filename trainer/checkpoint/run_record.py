@@ -48,9 +48,8 @@ def find_run_dir(folder: Path) -> Path:
         raise UserError(f"{folder}: {problem}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        raise UserError(
-            f"{folder}: is not the folder of a run, because it has no {CONFIG}; pass the output_dir of a run"
-        )
+        problem = f"is not the folder of a run, because it has no {CONFIG}"
+        raise UserError(f"{folder}: {problem}; pass the output_dir of a run")
     return run_dir
 
 
@@ -95,7 +94,7 @@ def list_run_files(run_dir: Path) -> list[Path]:
     return sorted(path for path in run_dir.iterdir() if not IGNORED_ENTRIES.fullmatch(path.name))
 
 
-def holds_run(run_dir: Path) -> bool:
+def is_run_folder(run_dir: Path) -> bool:
     """Return whether a folder belongs to a run: it has a record, or only checkpoints and part of a record."""
     if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
         return True
@@ -113,35 +112,35 @@ def clear_folder(run_dir: Path, overwrite: bool | str) -> str | None:
     """
     if not overwrite or not list_run_files(run_dir):
         return None
-    assert holds_run(run_dir), f"{run_dir}: is not a run, but passed the check of the output folder"
+    assert is_run_folder(run_dir), f"{run_dir}: is not a run, but passed the check of the output folder"
     try:
         if overwrite == "delete":
             _delete_run_files(run_dir)
             return None
-        aside = _move_aside(run_dir)
+        new_folder = _move_to_new_folder(run_dir)
     except OSError as error:
         setting = f"output.overwrite={str(overwrite).lower()}"
         raise UserError(f"{setting}: {error}; the rest of the earlier run is untouched") from None
-    return f"moved the earlier run to {aside}"
+    return f"moved the earlier run to {new_folder}"
 
 
-def _move_aside(run_dir: Path) -> Path:
+def _move_to_new_folder(run_dir: Path) -> Path:
     """Move all files to a new folder (run_dir.1, run_dir.2, ...) and return it; copy the logs, which are in use."""
     folder = run_dir.resolve()
     for number in count(1):
-        aside = folder.with_name(f"{folder.name}.{number}")
+        new_folder = folder.with_name(f"{folder.name}.{number}")
         try:
-            aside.mkdir()
+            new_folder.mkdir()
             break
         except FileExistsError:
             continue
     if (folder / LOGS).is_dir():
-        shutil.copytree(folder / LOGS, aside / LOGS, ignore=shutil.ignore_patterns(f"{LOCK_FILE}*"), symlinks=True)
+        shutil.copytree(folder / LOGS, new_folder / LOGS, ignore=shutil.ignore_patterns(f"{LOCK_FILE}*"), symlinks=True)
     for path in _sort_record_last(list_run_files(folder)):
-        os.rename(path, aside / path.name)
-    sync(aside)
+        os.rename(path, new_folder / path.name)
+    sync(new_folder)
     sync(folder)
-    return run_dir.with_name(aside.name)
+    return run_dir.with_name(new_folder.name)
 
 
 def _delete_run_files(run_dir: Path) -> None:
@@ -165,7 +164,7 @@ def _sort_record_last(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN))
 
 
-def place_result(run_dir: Path) -> list[str]:
+def move_result_into_place(run_dir: Path) -> list[str]:
     """Move the final weights and tokenizer from RESULT into the run's folder; return the file names."""
     result = run_dir / RESULT
     names = [str(path.relative_to(result)) for path in sorted(result.rglob("*")) if path.is_file()]

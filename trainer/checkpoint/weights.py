@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS, AdapterFormat, stack_difference
+from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS, AdapterFormat, subtract_initial_adapter
 from trainer.checkpoint.checkpoint_files import compute_checksum
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.contract.whole_files import apply_umask
@@ -22,38 +22,39 @@ def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
     method, config.init_lora_weights = config.init_lora_weights, True
     trained = gather_weights(model)
     if is_main:
-        write_adapter(AdapterFormat.from_model(model, trained), trained, folder, must_have_moved=False)
+        write_adapter(AdapterFormat.from_model(model, trained), trained, folder, require_nonzero_b=False)
     config.init_lora_weights = method
 
 
 def write_adapter(
-    form: AdapterFormat,
+    adapter_format: AdapterFormat,
     trained: Mapping[str, torch.Tensor],
     folder: Path,
     *,
-    must_have_moved: bool,
+    require_nonzero_b: bool,
     initial: Path | None = None,
 ) -> None:
     """Write gathered factors in PEFT's format and verify the file.
 
     PiSSA and OLoRA change the base weights. For them, `initial` is the folder of the initial adapter, and the file
     contains the difference from that adapter, which applies to the unchanged base model.
-    Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if `must_have_moved`
+    Raises RuntimeError if weights are missing or not finite, if the file differs from memory, or if `require_nonzero_b`
     is set and B is still zero; NotReloadableError if PEFT could not load the file completely.
     """
-    stored = form.build_tensors(trained)
+    stored = adapter_format.build_tensors(trained)
     factors_b = [value for name, value in stored.items() if "lora_B" in name]
-    if must_have_moved and factors_b and not any(value.any() for value in factors_b):
+    if require_nonzero_b and factors_b and not any(value.any() for value in factors_b):
         raise RuntimeError(f"{folder}: every lora_B is still zero after training; raise training.learning_rate")
     if initial is not None:
-        form, stored = form.for_unchanged_base(), stack_difference(stored, load_file(initial / WEIGHTS))
+        adapter_format = adapter_format.convert_for_unchanged_base()
+        stored = subtract_initial_adapter(stored, load_file(initial / WEIGHTS))
     _check_finite(stored, folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     if write_tensors(file, stored, {"format": "pt"}) != compute_checksum(file):
         raise RuntimeError(f"{file}: differs from the trained weights when read back; check the disk")
-    (folder / SETTINGS).write_text(form.settings, encoding="utf-8")
-    form.check_loads(folder)
+    (folder / SETTINGS).write_text(adapter_format.settings, encoding="utf-8")
+    adapter_format.check_loads(folder)
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:

@@ -7,7 +7,7 @@ writes nothing to the run's folder. `--settings-only` checks neither model nor d
 import os
 import shlex
 
-from trainer.checkpoint.output_folder import check_early, describe_output_problem
+from trainer.checkpoint.output_folder import check_inputs_and_output, describe_output_problem
 from trainer.config import CommandParser, load_config, reports_errors
 from trainer.config.command_line import parse_positive_int
 from trainer.contract.default_ranks import choose_default_ranks
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
         command = shlex.join(["zerolora", "validate", arguments.config, *arguments.overrides])
         print(f"OK: the settings of {arguments.config}; to check model and data: {command}")
         return
-    check_early(loaded.config, to_train=False)
+    check_inputs_and_output(loaded.config, to_train=False)
     PROGRESS.show("importing")
     from trainer.checkpoint.finished_run import silence_libraries
     from trainer.commands.run_description import describe_run

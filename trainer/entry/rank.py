@@ -18,7 +18,7 @@ from trainer.contract.rendezvous import get_host_name
 from trainer.data.prepared import PreparedRun
 from trainer.entry.joint_run import JointRun
 from trainer.monitor.console import open_console, report_to_torchrun
-from trainer.parallel.ranks.agreement import decide_on_first_rank
+from trainer.parallel.ranks.agreement import decide_on_rank_0
 from trainer.parallel.ranks.group import Ranks, leave_process_group
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
@@ -86,7 +86,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
 
     if token is not None:
         return acquire_or_join() if ranks.is_main else None
-    return decide_on_first_rank(ranks, compute_collective_timeout(config.training), acquire_or_join)
+    return decide_on_rank_0(ranks, compute_collective_timeout(config.training), acquire_or_join)
 
 
 def _train_run(

@@ -303,7 +303,7 @@ class GradientCheck:
         # Factors in a flat buffer are not leaves; the views created in each forward pass receive the gradients.
         self._handles = [p.register_hook(self._build_hook(name)) for name, p in trained if p.requires_grad]
         if self._flat is not None:
-            self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._build_hook(name))))
+            self._flat.set_view_hook(lambda name, v: self._handles.append(v.register_hook(self._build_hook(name))))
 
     def _build_hook(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
@@ -331,7 +331,7 @@ class GradientCheck:
             FloatingPointError: if a gradient is not finite.
         """
         if self._flat is not None:
-            self._flat.watch(None)
+            self._flat.set_view_hook(None)
         for handle in self._handles:
             handle.remove()
         missing = [name for name in self._names if name not in self._finite and not self._may_be_idle(name)]

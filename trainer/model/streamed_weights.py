@@ -41,7 +41,7 @@ from trainer.model.stored_layout import BLOCKS, SCALES, StoredParameter, StoredT
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
-from trainer.parallel.engine.kept_types import find_fp32_names, widen_fp32_weights
+from trainer.parallel.engine.kept_types import convert_fp32_weights, find_fp32_names
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.linear_layers import find_expert_weights, is_linear, is_transposed
 
@@ -103,7 +103,7 @@ def _build_empty(config: Any, section: ModelSection, dtype: torch.dtype, attenti
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
-    widen_fp32_weights(model, dtype)
+    convert_fp32_weights(model, dtype)
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     innermost = {module: part for part in parts for module in part.modules()}
     for module, part in innermost.items():

@@ -84,7 +84,7 @@ class StartReport(Hook):
         self._times: dict[str, float] = {}
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
-        if (parts := PROGRESS.finish_startup()) is not None:
+        if (parts := PROGRESS.take_startup_times()) is not None:
             self._times = {f"start/{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
             self._times["start/total_s"] = sum(parts.values())
             shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= MIN_SHOWN_S)

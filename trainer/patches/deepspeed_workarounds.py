@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.contract.known_versions import build_api_error, replaces, require
-from trainer.parallel.engine.optimizer import AVERAGE_STATE
+from trainer.parallel.engine.optimizer import AVERAGING_STATE_KEYS
 from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace
 
@@ -38,7 +38,7 @@ def undo_zero_step(optimizer: Any) -> None:
     """
     optimizer.optimizer.state.clear()
     for group in optimizer.optimizer.param_groups:
-        group.update({name: optimizer.optimizer.defaults[name] for name in AVERAGE_STATE if name in group})
+        group.update({name: optimizer.optimizer.defaults[name] for name in AVERAGING_STATE_KEYS if name in group})
     model_groups, master_groups = (require(optimizer, name, "deepspeed") for name in ("fp16_groups", "fp32_groups"))
     for weights, masters in zip(model_groups, master_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):

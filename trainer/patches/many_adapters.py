@@ -50,7 +50,7 @@ def fuse_many(
     chosen = ops.load_backend(backend)
     layers = _find_members(model, choice)
     kinds = [_build_key(name, layers.values()) for name in choice.names]
-    choice.kinds = {name: kinds.index(kind) for name, kind in zip(choice.names, kinds, strict=True)}
+    choice.layouts = {name: kinds.index(kind) for name, kind in zip(choice.names, kinds, strict=True)}
     report = FusionReport(len(layers), f"{chosen.name}, {len(choice.names)} adapters: {chosen.reason}")
     if separate:
         report.groups = [(path,) for path in layers]
@@ -158,8 +158,8 @@ class _CommonGroup(FusedGroup):
         """Index of this group's dropout mask within a pass, by adapter."""
         for name in choice.names:
             if any(name in layer.members and layer.members[name].has_dropout for layer in layers):
-                self._mask[name] = choice.draws.get(name, 0)
-                choice.draws[name] = self._mask[name] + 1
+                self._mask[name] = choice.dropout_counts.get(name, 0)
+                choice.dropout_counts[name] = self._mask[name] + 1
 
     def compute(self, members: Sequence[FusedLayer], x: Tensor) -> list[Tensor]:
         layers = [self._layers[self.members.index(member)] for member in members]
@@ -169,7 +169,7 @@ class _CommonGroup(FusedGroup):
         bundles: list[Bundle] = []
         factors: tuple[list[Tensor], list[Tensor]] = [], []
         start = 0
-        for (name, *others), tokens in self._choice.bundles:
+        for (name, *others), tokens in self._choice.row_groups:
             count = 1 + len(others)
             end = start + count * tokens
             indices = tuple(index for index, layer in enumerate(layers) if name in layer.members)
@@ -177,7 +177,7 @@ class _CommonGroup(FusedGroup):
                 adapted = [layers[index].members[name] for index in indices]
                 scales = tuple(member.layer.scaling[name] for member in adapted)
                 dropout = adapted[0].dropout
-                seed = self._choice.seeds[name][self._mask[name]] if dropout else None
+                seed = self._choice.dropout_seeds[name][self._mask[name]] if dropout else None
                 bundles.append(Bundle(start, end, count, indices, scales, dropout, seed))
                 for index in indices:
                     for side, factor in zip(factors, layers[index].factor_names(name), strict=True):

@@ -29,8 +29,8 @@ from trainer.parallel.engine.partitioned import (
     get_full_shape,
     get_local_shard,
     get_partition_group,
+    is_gathered,
     is_partitioned,
-    is_whole_here,
 )
 
 Measure = Literal["delta", "factors"]
@@ -288,7 +288,7 @@ def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
     deepspeed.zero.GatheredParameters frees parameters on exit, which breaks the prefetching of the current step;
     reading the shards does not change the state of any parameter.
     """
-    partitioned = [parameter for parameter in parameters if not is_whole_here(parameter)]
+    partitioned = [parameter for parameter in parameters if not is_gathered(parameter)]
     gathered: dict[int, Tensor] = {}
     if partitioned:
         shards = torch.cat([get_local_shard(p).to(p.device) for p in partitioned])

@@ -70,8 +70,8 @@ class Builder:
             resolve_engine_zero(config),
             precision,
             on_gpu=self._on_gpu,
-            one_gradient=decisions.flat.value,
-            guarded=bool(config.runs),
+            single_gradient=decisions.flat.value,
+            has_adapter_guard=bool(config.runs),
         )
         self.guard: AdapterGuard | None = None
         """Guard that clips or skips each adapter's update if there are several adapters; set by `start_engine`."""
@@ -131,7 +131,7 @@ class Builder:
         limits, on_device = [training.max_grad_norm for training in adapters], decisions.clips_on_device.value
         self.guard = install_on_engine(engine, config.training.max_grad_norm, clips_on_device=on_device, limits=limits)
         if flat is not None:
-            flat.repoint()
+            flat.repoint_parameters()
         with phase("first passes"):
             self._task.check_trainable(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss

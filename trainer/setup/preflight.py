@@ -99,7 +99,7 @@ def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
         check_folder(run, to_train=to_train)
     if config.runs:
         return
-    choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
+    choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), verify=False)
     if to_train:
         check_no_conflict(config)
 
@@ -118,7 +118,7 @@ def prepare_to_resume(
     if config.runs:
         each = [prefix_errors(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
         return _join_prepared(config, [prepared for prepared, _ in each]), each[0][1]
-    choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
+    choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), verify=True)
     prepared = prepare(config, report, to_train=to_train)
     config = config.fit_max_length(prepared.context_length)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)

@@ -15,7 +15,7 @@ from trainer.config.evaluation_section import EvaluationSection
 from trainer.data.samples import Sample, split_documents
 from trainer.model.answers import generate_greedy_answers
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects, run_on_main
+from trainer.parallel.ranks.group import Ranks, assign_batches, gather_objects, run_on_main
 
 Metric = Callable[[str, str, str], float | None]
 """Function of prompt, answer and expected answer; returns None if the metric does not apply to the record."""
@@ -46,7 +46,7 @@ class AnswerMetrics:
         order = sorted(range(len(self._questions)), key=lambda index: -len(self._questions[index].ids))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         local: dict[int, str] = {}
-        for batch in deal_batches(batches, ranks):
+        for batch in assign_batches(batches, ranks):
             prompts = [self._questions[index].ids for index in batch]
             texts = generate_greedy_answers(engine, self._tokenizer, prompts, self._settings.max_new_tokens)
             local |= zip(batch, texts, strict=True)

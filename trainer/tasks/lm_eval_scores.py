@@ -23,7 +23,7 @@ import torch
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection, check_task_names
 from trainer.contract.known_versions import patch_attribute, replaces
-from trainer.parallel.ranks.group import Ranks, deal_batches, gather_objects
+from trainer.parallel.ranks.group import Ranks, assign_batches, gather_objects
 from trainer.parallel.ranks.progress import phase
 
 PYTHON_SEED, SEED = 0, 1234
@@ -187,7 +187,7 @@ def _share_batches(ranks: Ranks) -> Any:
             batches = list(super().get_batched(n, batch_fn))
             # Empty if requests are grouped by context; `get_cache` then adds the positions of each result.
             positions = iter(self._reorder_indices)
-            local = deal_batches([(batch, list(islice(positions, len(batch)))) for batch in batches], ranks)
+            local = assign_batches([(batch, list(islice(positions, len(batch)))) for batch in batches], ranks)
             self._reorder_indices: list[int] = [position for _, positions in local for position in positions]
             yield from (batch for batch, _ in local)
 

@@ -44,7 +44,7 @@ PHASES = {
     "loss": ("trainer.patches.loss_head", "TokenLoss.__call__"),
     "evaluate": ("trainer.evaluation", "evaluate_loss"),
     "save": ("trainer.checkpoint.checkpoint", "write_tensors"),
-    "end": ("trainer.checkpoint.run_folder", "place_result"),
+    "end": ("trainer.checkpoint.run_folder", "move_result_into_place"),
 }
 HEARD_S = 300.0
 SLOW_S = {"slow load": 8.0, "slow save": 25.0}

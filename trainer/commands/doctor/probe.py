@@ -70,13 +70,13 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
 
 def check_inputs(config: RunConfig) -> Iterator[Check]:
     """Check settings, model, tokenizer and data files as training does, and whether the weights are on this machine."""
-    from trainer.checkpoint.output_folder import check_early
+    from trainer.checkpoint.output_folder import check_inputs_and_output
     from trainer.setup.kinds import find_model_kind
     from trainer.setup.preflight import check_settings
 
     model = config.base_model
     try:
-        check_early(config, to_train=False)
+        check_inputs_and_output(config, to_train=False)
         check_settings(config)
         kind = find_model_kind(config)
         kind.read_files(config)

@@ -19,16 +19,16 @@ class AdapterChoice:
 
     names: Sequence[str]
     selected: str | None = None
-    """Adapter for all rows; only its tensors are listed. If None, all tensors are listed and `bundles` assigns rows."""
-    bundles: Sequence[tuple[Sequence[str], int]] = ()
+    """Adapter for all rows; only its tensors are listed. If None, all tensors are listed; see `row_groups`."""
+    row_groups: Sequence[tuple[Sequence[str], int]] = ()
     """Groups of adapters that a common pass computes together, with the tokens per adapter, in row order."""
-    kinds: dict[str, int] = field(default_factory=dict)
+    layouts: dict[str, int] = field(default_factory=dict)
     """Index of each adapter's layout; adjacent adapters with equal layout and token count are computed together."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Factors [P, *shape] in the graph of the latest common pass, by the name of the first adapter's factor."""
-    draws: dict[str, int] = field(default_factory=dict)
+    dropout_counts: dict[str, int] = field(default_factory=dict)
     """Number of dropout masks per pass, by adapter."""
-    seeds: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    dropout_seeds: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Seeds for the dropout masks of the common pass, by adapter."""
     _random_states: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
@@ -56,12 +56,12 @@ class AdapterChoice:
         `rows` lists (adapter, tokens) in the order of the batch.
         """
         previous, self.selected = self.selected, None
-        groups = groupby(rows, lambda row: (row[1], self.kinds[row[0]]))
-        self.bundles = [([name for name, _ in group], tokens) for (tokens, _), group in groups]
+        groups = groupby(rows, lambda row: (row[1], self.layouts[row[0]]))
+        self.row_groups = [([name for name, _ in group], tokens) for (tokens, _), group in groups]
         for name, _ in rows:
-            if self.draws.get(name):
+            if count := self.dropout_counts.get(name):
                 with self.select(name):  # the number and order of draws match a separate run
-                    self.seeds[name] = [torch.randint(0, 2**62, (1,), device=device) for _ in range(self.draws[name])]
+                    self.dropout_seeds[name] = [torch.randint(0, 2**62, (1,), device=device) for _ in range(count)]
         try:
             yield
         finally:

@@ -185,7 +185,7 @@ class GraphCapturer:
         allowed = TOLERANCES.get(gradients[0].dtype, 2e-2)
         for actual, expected in zip(replayed, [value, *gradients], strict=True):
             if not (error := _compute_relative_error(actual, expected)) <= allowed:
-                raise CaptureError(f"the replay is off by {error:.2g} (allowed {allowed})")
+                raise CaptureError(f"the replay differs from an eager pass by {error:.2g} (allowed {allowed})")
         del replayed, actual
         started = time.perf_counter()
         captured.replay_forward()
@@ -193,7 +193,7 @@ class GraphCapturer:
         torch.cuda.synchronize(self._device)
         captured.launched_s, captured.replayed_s = seconds, (replay_s := time.perf_counter() - started)
         if must_be_faster and replay_s > MAX_TIME_FRACTION * seconds:
-            raise CaptureError(f"it is not faster: {replay_s * 1e3:.1f} ms replayed, {seconds * 1e3:.1f} ms eager")
+            raise CaptureError(f"replay is not faster: {replay_s * 1e3:.1f} ms, eager {seconds * 1e3:.1f} ms")
 
     @contextmanager
     def _restore_after_failure(self) -> Iterator[None]:

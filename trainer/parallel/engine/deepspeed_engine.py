@@ -13,7 +13,7 @@ from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
 from trainer.parallel.engine.layer_gather.shards import get_layer_shards
 from trainer.parallel.engine.layer_gather.unit import Waiting
-from trainer.parallel.engine.partitioned import get_full_size, require_own_values_kept, require_partitioned
+from trainer.parallel.engine.partitioned import get_full_size, require_broadcast_exclusion, require_partitioned
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import StragglerWatch
@@ -32,10 +32,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         return "fp32" if precision == "auto" else precision
     has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     if precision == "bf16" and not has_bf16:
-        card = torch.cuda.get_device_name(device)
-        raise UserError(
-            f"training.precision=bf16: {card} does not support it (needs compute capability 8.0); use auto or fp16"
-        )
+        problem = f"{torch.cuda.get_device_name(device)} does not support it (requires compute capability 8.0)"
+        raise UserError(f"training.precision=bf16: {problem}; use auto or fp16")
     if precision == "auto":
         return "bf16" if has_bf16 else "fp16"
     return precision
@@ -48,16 +46,16 @@ def build_deepspeed_config(
     precision: str,
     on_gpu: bool,
     *,
-    one_gradient: bool = False,
-    guarded: bool = False,
+    single_gradient: bool = False,
+    has_adapter_guard: bool = False,
 ) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`; set `one_gradient` if the adapter is a flat tensor.
+    """Return the configuration for `deepspeed.initialize`; set `single_gradient` if the adapter is a flat tensor.
 
-    If the engine is `guarded`, `AdapterGuard` clips gradients and skips steps instead of DeepSpeed.
+    With `has_adapter_guard`, `AdapterGuard` clips gradients and skips steps instead of DeepSpeed.
     """
     # A single gradient is complete at the very end of the backward pass, with nothing left to overlap. DeepSpeed 0.19.8
     # also synchronizes with the device before every overlapped reduction.
-    overlaps = zero.overlap_comm and on_gpu and not one_gradient
+    overlaps = zero.overlap_comm and on_gpu and not single_gradient
     partition: dict[str, Any] = {
         "stage": zero.stage,
         "contiguous_gradients": True,
@@ -77,7 +75,7 @@ def build_deepspeed_config(
         if zero.offload_parameters:
             partition["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
     on_device = can_guard_on_device(training, zero, precision, on_gpu)
-    clips = guarded or (zero.stage == 0 and precision == "fp32") or on_device
+    clips = has_adapter_guard or (zero.stage == 0 and precision == "fp32") or on_device
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
@@ -152,7 +150,7 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
     if get_layer_shards(model) is not None:
-        require_own_values_kept()
+        require_broadcast_exclusion()
     compute = next((DTYPES[name] for name in ("bf16", "fp16") if name in config), torch.float32)
     no_compiler = patch_attribute(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed")
     with keep_frozen_dtypes(model, compute), no_compiler:

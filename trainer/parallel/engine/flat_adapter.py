@@ -23,7 +23,7 @@ from trainer.parallel.engine.adapter_choice import AdapterChoice, find_choice
 ALIGNMENT_BYTES = 16
 FLAT = "flat_adapter_"  # prefix of the buffers' names
 DOWN, UP = "down", "up"
-Watcher = Callable[[str, Tensor], None]
+ViewHook = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class FlatAdapter:
         self.buffers = [nn.Parameter(torch.zeros(end, dtype=sample.dtype, device=sample.device)) for end in ends]
         self.stacks: dict[int, Tensor] = {}
         """Stacked factors [N, *shape] by block index, in the graph of the latest forward pass with gradients."""
-        self._watcher: Watcher | None = None
+        self._view_hook: ViewHook | None = None
         self._sources: Sequence[Tensor] | None = None
         self._builds_views = True
         with torch.no_grad():
             for member, view in self._list_rows():
                 view.copy_(member.parameter)
-        self.repoint()
+        self.repoint_parameters()
 
     @property
     def members(self) -> list[Member]:
@@ -125,24 +125,24 @@ class FlatAdapter:
                 return (number, rows) if ids[rows] == [id(parameter) for parameter in parameters] else None
         return None
 
-    def repoint(self) -> None:
+    def repoint_parameters(self) -> None:
         """Point PEFT's Parameters at the buffers again after the engine has moved them in memory."""
         for member, view in self._list_rows():
             member.parameter.data = view
             member.parameter.requires_grad_(False)
 
-    def is_whole(self) -> bool:
+    def shares_memory(self) -> bool:
         """Return whether every PEFT Parameter is still a view of the memory that the engine trains."""
         return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._list_rows())
 
-    def read_through_views(self, *_: Any) -> None:
+    def create_weight_views(self, *_: Any) -> None:
         """Create the views in the autograd graph before a pass with gradients (a forward pre-hook)."""
         self.stacks = {}
         for member in self.members:  # autograd rejects views that are older than an update of the buffer
             member.module.__dict__.pop("weight", None)
         if not torch.is_grad_enabled():
             return
-        common = self.choice if self.choice and self.choice.selected is None and self.choice.bundles else None
+        common = self.choice if self.choice and self.choice.selected is None and self.choice.row_groups else None
         for index, buffer in enumerate(self._sources or self.buffers):
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
             pieces = buffer.split([block.elements for _, block in blocks])
@@ -154,15 +154,15 @@ class FlatAdapter:
                 for member, view in zip(block.members, stack.unbind(0), strict=True):
                     # Shadows the registered Parameter, which stays unchanged.
                     member.module.__dict__["weight"] = view
-                    if self._watcher is not None:
-                        self._watcher(member.name, view)
+                    if self._view_hook is not None:
+                        self._view_hook(member.name, view)
         if common:
             self._stack_adapters(common)
 
     def _stack_adapters(self, choice: AdapterChoice) -> None:
         """Stack the buffers of each bundle's P adapters; each factor is a view [P, *shape] of the stack."""
         choice.factors = {}
-        for names, _ in choice.bundles:
+        for names, _ in choice.row_groups:
             first, *others = (choice.names.index(name) for name in names)
             buffers: list[Tensor] = [self.buffers[index] for index in (first, *others)]
             stacked = torch.stack(buffers) if others else buffers[0][None]
@@ -171,9 +171,9 @@ class FlatAdapter:
                 rows = piece.unflatten(1, (len(block.members), block.stride))[..., : block.shape.numel()]
                 for member, factor in zip(block.members, rows.unflatten(-1, block.shape).unbind(1), strict=True):
                     choice.factors[member.name] = factor
-                    if self._watcher is not None:
+                    if self._view_hook is not None:
                         for name in names:
-                            self._watcher(member.name.replace(f".{names[0]}.weight", f".{name}.weight"), factor)
+                            self._view_hook(member.name.replace(f".{names[0]}.weight", f".{name}.weight"), factor)
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
@@ -213,13 +213,13 @@ class FlatAdapter:
         finally:
             self._builds_views = True
 
-    def watch(self, watcher: Watcher | None) -> None:
-        """Call `watcher(name, view)` for every new view; None turns this off."""
-        self._watcher = watcher
+    def set_view_hook(self, hook: ViewHook | None) -> None:
+        """Call `hook(name, view)` for every new view; None turns this off."""
+        self._view_hook = hook
 
     @property
-    def is_watched(self) -> bool:
-        return self._watcher is not None
+    def has_view_hook(self) -> bool:
+        return self._view_hook is not None
 
     def _list_rows(self) -> list[tuple[Member, Tensor]]:
         return [
@@ -257,7 +257,7 @@ def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
     for side, buffer in zip(sides, flat.buffers, strict=True):
         model.register_parameter(f"{FLAT}{side}", buffer)
     model.flat_adapter = flat
-    model.register_forward_pre_hook(flat.read_through_views)
+    model.register_forward_pre_hook(flat.create_weight_views)
     return flat
 
 

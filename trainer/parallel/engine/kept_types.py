@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.contract.known_versions import replaces, require
 from trainer.parallel.engine.linear_layers import find_base_model
-from trainer.parallel.engine.partitioned import is_partitioned, keep_own_values
+from trainer.parallel.engine.partitioned import exclude_from_broadcast, is_partitioned
 
 
 def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
@@ -22,7 +22,7 @@ def find_fp32_names(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
 
 
-def widen_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
+def convert_fp32_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert parameters and buffers of a model on the meta device to fp32 where `from_pretrained` would."""
     if (pattern := find_fp32_names(model, dtype)) is None:
         return
@@ -46,7 +46,7 @@ def keep_frozen_dtypes(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         if pattern and pattern.search(name) and not parameter.requires_grad and not is_partitioned(parameter)
     ]
     for parameter, data in hidden:
-        keep_own_values(parameter)
+        exclude_from_broadcast(parameter)
         parameter.data = torch.empty(0, dtype=dtype, device=data.device)
     try:
         yield

@@ -15,9 +15,9 @@ from trainer.parallel.engine.partitioned import get_full_shape
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import wait_for_device
 
-AVERAGES = "train_mode"
+AVERAGING_KEY = "train_mode"
 """Key in schedulefree's parameter groups; False while the model has the averaged weights."""
-AVERAGE_STATE = ("k", "weight_sum", "lr_max")
+AVERAGING_STATE_KEYS = ("k", "weight_sum", "lr_max")
 """Keys in the parameter groups that schedulefree updates in every step."""
 
 
@@ -60,7 +60,7 @@ def build_optimizer(
         options["fused"] = fused
     module, _, name = kind.path.rpartition(".")
     optimizer: Any = getattr(import_module(module), name)(param_groups, **options)
-    if AVERAGES in optimizer.defaults:
+    if AVERAGING_KEY in optimizer.defaults:
         optimizer.train()
     return cast(torch.optim.Optimizer, optimizer)
 
@@ -111,7 +111,7 @@ def use_averaged_weights(engine: Engine) -> Iterator[None]:
     """
     optimizer: Any = engine.basic_optimizer
     groups = optimizer.param_groups
-    if not groups[0].get(AVERAGES):
+    if not groups[0].get(AVERAGING_KEY):
         yield
         return
     masters = [parameter for group in groups for parameter in group["params"]]
@@ -126,7 +126,7 @@ def use_averaged_weights(engine: Engine) -> Iterator[None]:
         for master, original in zip(masters, originals, strict=True):
             master.data.copy_(original)
         for group in groups:
-            group[AVERAGES] = True
+            group[AVERAGING_KEY] = True
         _refresh_model(engine)
 
 

@@ -19,12 +19,12 @@ import xxhash
 from trainer.config.training_sections import OPTIMIZERS, OptimizerKind
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, list_trained_parameters
-from trainer.parallel.engine.optimizer import AVERAGE_STATE, AVERAGES
+from trainer.parallel.engine.optimizer import AVERAGING_KEY, AVERAGING_STATE_KEYS
 from trainer.parallel.engine.partitioned import get_full_shape, get_full_size
 from trainer.parallel.engine.protocol import Engine
 
 Named = tuple[str, torch.nn.Parameter]
-Dense = dict[str, torch.Tensor]
+StateTensors = dict[str, torch.Tensor]
 # bitsandbytes' names for the two 8-bit moments, their scales and codebooks; a scale covers 256 elements.
 EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
 BLOCK = 256
@@ -32,11 +32,11 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Shard:
-    """Maps `length` elements of a trained tensor, from `param_start`, to the flat `holder`, from `holder_start`."""
+    """Maps `length` elements of a trained tensor, from `param_start`, to `partition`, from `partition_start`."""
 
     name: str
-    holder: torch.Tensor
-    holder_start: int
+    partition: torch.Tensor
+    partition_start: int
     param_start: int
     length: int
 
@@ -66,14 +66,14 @@ def assemble_state(parts: Iterable[StatePieces]) -> dict[str, torch.Tensor]:
     """Return the full state of all trained tensors as {"master/NAME", "exp_avg/NAME", ...}, fp32, on the CPU."""
     state: dict[str, torch.Tensor] = {}
     for part in parts:
-        for name, holder, holder_start, start, length in part.shards:
-            size = len(part.tensors[f"master/{holder}"])
+        for name, partition, partition_start, start, length in part.shards:
+            size = len(part.tensors[f"master/{partition}"])
             for quantity in {key.partition("/")[0] for key in part.tensors}:
-                piece = part.tensors[f"{quantity}/{holder}"]
+                piece = part.tensors[f"{quantity}/{partition}"]
                 if len(piece) != size:
                     state[f"{quantity}/{name}"] = piece
                     continue
-                piece = piece.narrow(0, holder_start, length)
+                piece = piece.narrow(0, partition_start, length)
                 if f"{quantity}/{name}" not in state:
                     state[f"{quantity}/{name}"] = torch.zeros(part.shapes[name], dtype=piece.dtype)
                 state[f"{quantity}/{name}"].view(-1).narrow(0, start, length).copy_(piece)
@@ -89,9 +89,9 @@ class EngineState:
         self._kind = _find_kind(self._optimizer)
         self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT, strict=False))
         self._trained: list[Named] = list_trained_parameters(engine.module)
-        self._holders = list({id(holder): holder for holder in _list_holders(engine)}.values())
-        ids = {id(holder) for holder in self._holders}
-        self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.holder) in ids]
+        self._partitions = list({id(partition): partition for partition in _list_partitions(engine)}.values())
+        ids = {id(partition) for partition in self._partitions}
+        self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.partition) in ids]
 
     def collect_pieces(self) -> StatePieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
@@ -102,8 +102,8 @@ class EngineState:
             return None
         tensors = {
             f"{quantity}/{number}": values.float()
-            for number, holder in enumerate(self._holders)
-            for quantity, values in self._read_dense(holder).items()
+            for number, partition in enumerate(self._partitions)
+            for quantity, values in self._read_state(partition).items()
         }
         shards = self._list_positions()
         names = {name for name, *_ in shards}
@@ -111,9 +111,9 @@ class EngineState:
         return StatePieces(tensors, shards, shapes)
 
     def _list_positions(self) -> list[list[Any]]:
-        numbers = {id(holder): number for number, holder in enumerate(self._holders)}
+        numbers = {id(partition): number for number, partition in enumerate(self._partitions)}
         shards = (shard for shard in self._shards if shard.length)
-        return [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in shards]
+        return [[s.name, numbers[id(s.partition)], s.partition_start, s.param_start, s.length] for s in shards]
 
     def find_mismatch(self, state: dict[str, torch.Tensor]) -> str | None:
         """Return how the tensors of `state` (from `assemble_state`) differ from this engine's; None if they match."""
@@ -135,25 +135,25 @@ class EngineState:
         """
         if steps:
             self._create_moments(steps)
-        dense = {id(holder): self._read_dense(holder) for holder in self._holders}
+        partition_states = {id(partition): self._read_state(partition) for partition in self._partitions}
         for shard in self._shards:
-            target = dense[id(shard.holder)]
+            target = partition_states[id(shard.partition)]
             for quantity in target if steps else ("master",):
                 saved = state[f"{quantity}/{shard.name}"].reshape(-1)
                 if len(target[quantity]) != len(target["master"]):  # a moment of one unsharded tensor
                     target[quantity].copy_(saved)
                     continue
                 piece = saved.narrow(0, shard.param_start, shard.length)
-                target[quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
+                target[quantity].narrow(0, shard.partition_start, shard.length).copy_(piece)
         exact = True
-        for holder in self._holders:
-            entry = self._optimizer.state.get(holder, {})
+        for partition in self._partitions:
+            entry = self._optimizer.state.get(partition, {})
             for quantity, names in self._eight_bit.items():
                 if names[0] in entry and entry[names[0]].dtype == torch.uint8:
                     from bitsandbytes.functional import quantize_blockwise
 
                     values, scales, codes = (entry[name] for name in names)
-                    moment = dense[id(holder)][quantity]
+                    moment = partition_states[id(partition)][quantity]
                     packed, state_8bit = quantize_blockwise(moment, codes, blocksize=BLOCK)
                     values.copy_(packed.view_as(values))
                     scales.copy_(state_8bit.absmax)
@@ -161,25 +161,25 @@ class EngineState:
         self._refresh_working_copies(state)
         return exact
 
-    def collect_raw(self) -> dict[str, torch.Tensor]:
+    def collect_8bit_moments(self) -> dict[str, torch.Tensor]:
         """Return this rank's 8-bit moments, valid only for the same partitioning; empty if the moments are fp32."""
         moments = {
             f"{index}/{key}": value.detach()
-            for index, holder in enumerate(self._holders)
-            for entry in [self._optimizer.state.get(holder, {})]
+            for index, partition in enumerate(self._partitions)
+            for entry in [self._optimizer.state.get(partition, {})]
             for key, value in entry.items()
             if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
             if entry["state1"].dtype == torch.uint8
         }
         return moments | {"positions": self._hash_positions()} if moments else {}
 
-    def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
+    def restore_8bit_moments(self, raw: dict[str, torch.Tensor]) -> bool:
         """Restore this rank's 8-bit moments. If the partitioning differs, change nothing and return False."""
         if raw and not torch.equal(raw["positions"], self._hash_positions()):
             return False
         for name in raw.keys() - {"positions"}:
             index, key = name.split("/")
-            self._optimizer.state[self._holders[int(index)]][key].copy_(raw[name])
+            self._optimizer.state[self._partitions[int(index)]][key].copy_(raw[name])
         return True
 
     def _hash_positions(self) -> torch.Tensor:
@@ -187,8 +187,8 @@ class EngineState:
 
     def read_averages(self) -> list[dict[str, float]]:
         """Return Schedule-Free's averaging state for each parameter group; an empty list for other optimizers."""
-        groups = [group for group in self._optimizer.param_groups if AVERAGES in group]
-        return [{name: group[name] for name in AVERAGE_STATE} for group in groups]
+        groups = [group for group in self._optimizer.param_groups if AVERAGING_KEY in group]
+        return [{name: group[name] for name in AVERAGING_STATE_KEYS} for group in groups]
 
     def restore_averages(self, averages: list[dict[str, float]]) -> None:
         for group, counted in zip(self._optimizer.param_groups, averages, strict=False):
@@ -197,45 +197,45 @@ class EngineState:
     def count_steps_taken(self) -> int:
         """Return the optimizer's step count; 1 if it has moments but does not count steps, 0 without moments."""
         counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
-        entries = [entry for holder in self._holders if (entry := self._optimizer.state.get(holder))]
+        entries = [entry for partition in self._partitions if (entry := self._optimizer.state.get(partition))]
         steps = [entry.get("step", counted) for entry in entries]
         return max((int(float(step)) for step in steps), default=0)
 
-    def _read_dense(self, holder: torch.Tensor) -> Dense:
-        """Return a holder's weights and moments as flat views; 8-bit moments are dequantized copies."""
-        entry = self._optimizer.state.get(holder, {})
-        dense = {"master": holder.detach().reshape(-1)}
+    def _read_state(self, partition: torch.Tensor) -> StateTensors:
+        """Return a partition's weights and moments as flat views; 8-bit moments are dequantized copies."""
+        entry = self._optimizer.state.get(partition, {})
+        state = {"master": partition.detach().reshape(-1)}
         for quantity, (values, scales, codes) in self._eight_bit.items():
             if quantity in entry:
-                dense[quantity] = entry[quantity].reshape(-1)
+                state[quantity] = entry[quantity].reshape(-1)
             elif values not in entry:
-                dense[quantity] = torch.zeros_like(dense["master"])
+                state[quantity] = torch.zeros_like(state["master"])
             elif entry[values].dtype == torch.uint8:
                 from bitsandbytes.functional import dequantize_blockwise
 
-                packed = entry[values].reshape(-1).to(holder.device)
-                dense[quantity] = dequantize_blockwise(packed, None, entry[scales], entry[codes], blocksize=BLOCK)
+                packed = entry[values].reshape(-1).to(partition.device)
+                state[quantity] = dequantize_blockwise(packed, None, entry[scales], entry[codes], blocksize=BLOCK)
             else:  # bitsandbytes keeps small tensors in fp32
-                dense[quantity] = entry[values].reshape(-1)
-        return dense
+                state[quantity] = entry[values].reshape(-1)
+        return state
 
     def _create_moments(self, steps: int) -> None:
         for group_index, group in enumerate(self._optimizer.param_groups):
-            for holder in self._list_group_holders(group_index, group):
+            for partition in self._list_group_partitions(group_index, group):
                 if self._kind.library == "bitsandbytes":
                     init_state = require(self._optimizer, "init_state", "bitsandbytes")
-                    members, group["params"] = group["params"], [holder]  # init_state looks up its parameter here
-                    init_state(group, holder, group_index, 0)
+                    members, group["params"] = group["params"], [partition]  # init_state looks up its parameter here
+                    init_state(group, partition, group_index, 0)
                     group["params"] = members
-                    self._optimizer.state[holder]["step"] = steps
+                    self._optimizer.state[partition]["step"] = steps
                 else:
                     on_device = group.get("fused") or group.get("capturable")
-                    step = torch.tensor(float(steps), device=holder.device if on_device else "cpu")
-                    sizes = {"row_var": (*holder.shape[:1], 1), "col_var": (1, *holder.shape[1:])}
-                    moments = {name: holder.new_zeros(sizes.get(name, holder.shape)) for name in self._kind.state}
-                    self._optimizer.state[holder] = moments | ({} if "k" in group else {"step": step})
+                    step = torch.tensor(float(steps), device=partition.device if on_device else "cpu")
+                    sizes = {"row_var": (*partition.shape[:1], 1), "col_var": (1, *partition.shape[1:])}
+                    moments = {name: partition.new_zeros(sizes.get(name, partition.shape)) for name in self._kind.state}
+                    self._optimizer.state[partition] = moments | ({} if "k" in group else {"step": step})
 
-    def _list_group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
+    def _list_group_partitions(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
         """Return the flat partitions of a group, which stage 3 puts into the group only during a step."""
         if self._engine.zero_optimization_stage() < 3:
             return list(group["params"])
@@ -276,8 +276,8 @@ def _find_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
         first = max(start, shard.param_start)
         end = min(start + length, shard.param_start + shard.length)
         if first < end:
-            holder_start = shard.holder_start + first - shard.param_start
-            yield Shard(name, shard.holder, holder_start, first - start, end - first)
+            partition_start = shard.partition_start + first - shard.param_start
+            yield Shard(name, shard.partition, partition_start, first - start, end - first)
     yield from _list_shards(engine, [(name, parameter) for name, parameter in trained if name not in spans])
 
 
@@ -299,9 +299,9 @@ def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
         for name, parameter in trained:
             mapping = require(parameter, "_hp_mapping", "deepspeed")
             if mapping is not None:  # None if this rank's partition has no part of the tensor
-                holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+                partition = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
                 part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
-                yield Shard(name, holder, part.start, whole.start, part.numel)
+                yield Shard(name, partition, part.start, whole.start, part.numel)
 
 
 def _find_stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
@@ -314,7 +314,7 @@ def _find_stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
     return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
 
-def _list_holders(engine: Engine) -> Iterator[torch.Tensor]:
+def _list_partitions(engine: Engine) -> Iterator[torch.Tensor]:
     if engine.zero_optimization_stage() == 3:
         yield from engine.optimizer.fp32_partitioned_groups_flat
     else:

@@ -26,7 +26,7 @@ def get_full_size(parameter: Tensor) -> int:
     return get_full_shape(parameter).numel()
 
 
-def is_whole_here(parameter: Tensor) -> bool:
+def is_gathered(parameter: Tensor) -> bool:
     """Return whether this rank has the full parameter, and no gather is in progress."""
     return not is_partitioned(parameter) or require(parameter, "ds_status", "deepspeed").name == "AVAILABLE"
 
@@ -46,13 +46,13 @@ def require_partitioned(parameters: Iterable[Tensor]) -> None:
         raise build_api_error("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
 
 
-def keep_own_values(parameter: Tensor) -> None:
+def exclude_from_broadcast(parameter: Tensor) -> None:
     """Mark a weight that differs between ranks, so that DeepSpeed's engine does not overwrite it with rank 0's."""
     parameter.ds_optim_param = True  # type: ignore[attr-defined]
 
 
-def require_own_values_kept() -> None:
-    """Raise UserError if the installed DeepSpeed broadcasts weights marked by `keep_own_values`."""
+def require_broadcast_exclusion() -> None:
+    """Raise UserError if the installed DeepSpeed broadcasts weights marked by `exclude_from_broadcast`."""
     from deepspeed import DeepSpeedEngine
 
     broadcast = require(DeepSpeedEngine, "_broadcast_model", "deepspeed")

@@ -51,7 +51,7 @@ class RankReport:
     """Whether this rank can read what rank 0 writes into the output folder."""
 
 
-_MEETINGS, _DECISIONS = itertools.count(), itertools.count()
+_WORLD_IDS, _DECISION_IDS = itertools.count(), itertools.count()
 # Keeps rank 0's store server alive, because all ranks use the store again later.
 _SERVERS: list[Any] = []
 Decision = TypeVar("Decision")
@@ -81,25 +81,25 @@ def check_ranks_agree(ranks: Ranks, settings: str, run_dir: Path, timeout_minute
         return _compare_reports(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
 
 
-def _compare_reports(ranks: Ranks, report: RankReport, run_dir: Path, patience: timedelta, token: str) -> World:
+def _compare_reports(ranks: Ranks, report: RankReport, run_dir: Path, timeout: timedelta, token: str) -> World:
     try:
-        store, _, _ = next(rendezvous("env://", timeout=patience))
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
     except dist.DistNetworkError as error:
         raise explain_taken_port(error) from None
     # An earlier run of these processes may have left values in the store.
-    exchange = PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store)
-    exchange.set_timeout(patience)
+    exchange = PrefixStore(f"zerolora_world_{next(_WORLD_IDS)}", store)
+    exchange.set_timeout(timeout)
     if ranks.is_main:
         exchange.set("folder", token)
     token = exchange.get("folder").decode()
     report = replace(report, sees_folder=ranks.is_main or not token or can_see_lock(run_dir, token))
-    answer = _exchange(exchange, ranks, report, patience, str(run_dir))
+    answer = _exchange(exchange, ranks, report, timeout, str(run_dir))
     if answer["wrong"]:
         raise UserError(answer["wrong"])
     return World(answer["summary"], store, int(answer["hosts"]))
 
 
-def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
+def decide_on_rank_0(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
     """Return the result of `decide` on rank 0, and None on the other ranks.
 
     Every rank must call this before the process group is formed. A UserError from `decide` is raised on all ranks,
@@ -108,10 +108,10 @@ def decide_on_first_rank(ranks: Ranks, timeout_minutes: float, decide: Callable[
     if ranks.world_size == 1:
         return decide()
     set_rendezvous_variables(ranks)
-    patience = timedelta(minutes=timeout_minutes)
-    server, _, _ = next(rendezvous("env://", timeout=patience))
-    store: Any = PrefixStore(f"zerolora_decision_{next(_DECISIONS)}", server)
-    store.set_timeout(patience)
+    timeout = timedelta(minutes=timeout_minutes)
+    server, _, _ = next(rendezvous("env://", timeout=timeout))
+    store: Any = PrefixStore(f"zerolora_decision_{next(_DECISION_IDS)}", server)
+    store.set_timeout(timeout)
     _SERVERS.append(server)
     decision, problem = None, ""
     if ranks.is_main:
@@ -173,10 +173,9 @@ def check_shared_folder(reports: Sequence[RankReport], output_dir: str) -> list[
     hosts = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not hosts:
         return []
-    verb = "does not see" if len(hosts) == 1 else "do not see"
     return [
-        f"output_dir={output_dir}: {_join_names(hosts)} {verb} what rank 0 on {reports[0].host} writes there; "
-        "use a folder on a file system that all hosts share"
+        f"output_dir={output_dir}: files that rank 0 on {reports[0].host} writes there are not visible on "
+        f"{_join_names(hosts)}; use a folder on a file system that all hosts share"
     ]
 
 
@@ -200,7 +199,7 @@ def format_summary(reports: Sequence[RankReport]) -> str:
     return f"world        {len(reports)} {rank_word} on {_join_names(hosts)}: {reports[0].device}; {versions}"
 
 
-def _exchange(store: Any, ranks: Ranks, report: RankReport, patience: timedelta, output_dir: str) -> dict[str, str]:
+def _exchange(store: Any, ranks: Ranks, report: RankReport, timeout: timedelta, output_dir: str) -> dict[str, str]:
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
         return json.loads(_send_to_all(store, ranks, ""))
@@ -210,7 +209,7 @@ def _exchange(store: Any, ranks: Ranks, report: RankReport, patience: timedelta,
             reports.append(RankReport(**json.loads(store.get(f"report-{rank}"))))
         except dist.DistStoreError:
             raise TimeoutError(
-                f"rank {rank} did not arrive within {patience}; ranks have arrived from "
+                f"rank {rank} did not arrive within {timeout}; ranks have arrived from "
                 f"{_join_names(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {

@@ -60,7 +60,7 @@ class Ranks:
             raise UserError(str(error)) from None
         if expected not in (None, world_size):
             raise UserError(
-                f"{expected} ranks were requested, but the environment of this rank on {get_host_name()} says rank "
+                f"{expected} ranks were requested, but the environment of this rank on {get_host_name()} sets rank "
                 f"{rank} of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
@@ -157,7 +157,7 @@ def _discover_through_mpi(ranks: Ranks) -> None:
         from mpi4py import MPI
     except ImportError as error:
         raise UserError(
-            f"mpi4py: {error}, but ranks started by mpirun find each other with it; run `pip install mpi4py`, "
+            f"mpi4py: {error}, but ranks started by mpirun need it to find each other; run `pip install mpi4py`, "
             "or set MASTER_ADDR and MASTER_PORT on every rank (mpirun -x)"
         ) from None
     from deepspeed.comm.comm import mpi_discovery
@@ -222,7 +222,7 @@ def run_on_main(ranks: Ranks, compute: Callable[[], T]) -> T:
     return result
 
 
-def deal_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
+def assign_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:
     """Return this rank's batches. Some ranks also repeat the first batch, so that all ranks have the same number."""
     rank_batches = batches[ranks.rank :: ranks.world_size]
     return [*rank_batches, batches[0]] if len(rank_batches) * ranks.world_size < len(batches) else rank_batches

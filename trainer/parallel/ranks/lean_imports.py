@@ -71,7 +71,7 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 def _compile_lazily() -> AbstractContextManager[None]:
     import torch
 
-    return patch_attribute(torch, "compile", partial(_compile_at_first_call, torch.compile), "torch")
+    return patch_attribute(torch, "compile", partial(_compile_on_first_call, torch.compile), "torch")
 
 
 def _patch_availability_check(checked: str, package: str) -> AbstractContextManager[None]:
@@ -100,13 +100,13 @@ def import_common_modules() -> None:
     gc.enable()
 
 
-def _compile_at_first_call(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
+def _compile_on_first_call(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
     if function is None:
-        return partial(_compile_at_first_call, compile, **options)
+        return partial(_compile_on_first_call, compile, **options)
     compiled = cache(lambda: compile(function, **options))
 
     @wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        return compiled()(*arguments, **named)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return compiled()(*arguments, **keywords)
 
     return call

@@ -70,7 +70,7 @@ def read_recorded_collectives() -> tuple[str | None, int | None]:
     return None, None
 
 
-class WorkDetector:
+class ActivityDetector:
     """Detects whether this process and its children have computed, read or written since the last check.
 
     Such activity shows progress within long library calls (tokenizing, reading weights, writing a checkpoint). A
@@ -116,9 +116,8 @@ def read_free_host_memory() -> float:
         limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         for folder in (root / path.lstrip("/"), root):
             with suppress(OSError, ValueError):  # no limit here, or "max"
-                free.append(
-                    float((folder / f"memory.{limit}").read_text()) - float((folder / f"memory.{used}").read_text())
-                )
+                limit_bytes = float((folder / f"memory.{limit}").read_text())
+                free.append(limit_bytes - float((folder / f"memory.{used}").read_text()))
     return max(min(free), 0.0) / GIB
 
 

@@ -29,7 +29,7 @@ class Progress:
         self.first_phase_at: float | None = None
         self.write_step: Callable[[int, int], None] | None = None
         """Callback that immediately writes the step and the first step; set by the watchdog."""
-        self.mark_device: Callable[[int], None] | None = None
+        self.record_device_event: Callable[[int], None] | None = None
         """Callback that records an event on the device when one of STEP_PHASES begins; set by the watchdog."""
         self._first_step_at: float | None = None
         self._start_has_ended = False
@@ -53,8 +53,8 @@ class Progress:
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
         self._change(outer if outer[-1:] == (name,) else (*outer, name))
-        if self.mark_device is not None and name in STEP_PHASES:
-            self.mark_device(self.step)
+        if self.record_device_event is not None and name in STEP_PHASES:
+            self.record_device_event(self.step)
         try:
             yield
         finally:
@@ -66,7 +66,7 @@ class Progress:
         self.phases = phases
         self.changed_at = time.monotonic()
 
-    def finish_startup(self) -> dict[str, float] | None:
+    def take_startup_times(self) -> dict[str, float] | None:
         """Return the seconds per part of the startup, through the first step; None after the first call.
 
         The parts are the launcher, the imports, the outermost phases, the first step, and the rest.

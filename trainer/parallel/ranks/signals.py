@@ -8,7 +8,7 @@ from types import FrameType
 from trainer.contract.exit_codes import get_signal_exit_code
 
 # If ranks received different signals, the last in this list wins: schedulers send SIGTERM some time after SIGUSR1.
-URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNAL_PRIORITY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -49,9 +49,9 @@ class StopRequest:
         self.training = False
         if dist.is_initialized() and dist.get_world_size() > 1:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-            urgency = torch.tensor([URGENCY.index(self.signal_number)], device=device)
+            urgency = torch.tensor([SIGNAL_PRIORITY.index(self.signal_number)], device=device)
             dist.all_reduce(urgency, dist.ReduceOp.MAX)
-            self.signal_number = int(URGENCY[int(urgency)])
+            self.signal_number = int(SIGNAL_PRIORITY[int(urgency)])
         self.saved = bool(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -2,8 +2,8 @@
 
 A rank's own work is the work that does not wait for other ranks: forward passes, timed by the GPU's clock, and data
 loading. Under ZeRO-3 the time that forward passes wait for all-gathers is subtracted
-(trainer/parallel/engine/deepspeed_engine.py). Every WINDOW steps the ranks compare their means; a rank that is slow in
-REPEATS comparisons in a row is reported.
+(trainer/parallel/engine/deepspeed_engine.py). Every WINDOW_STEPS the ranks compare their means; a rank that is slow in
+MIN_SLOW_WINDOWS comparisons in a row is reported.
 """
 
 import time
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks, gather_objects
 
-WINDOW = 50
-REPEATS = 3
+WINDOW_STEPS = 50
+MIN_SLOW_WINDOWS = 3
 # GPUs of the same model differ by a few percent, and so do batches of documents.
 FACTOR = 1.15
-LEAST_S = 1e-3
+MIN_DIFFERENCE_S = 1e-3
 
 _Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
 
@@ -69,21 +69,21 @@ class StragglerWatch:
 
     def compare(self, step: int) -> None:
         """Compare the ranks at the end of a window and report slow ones; every rank must call it after every step."""
-        if step % WINDOW or self._ranks.world_size == 1:
+        if step % WINDOW_STEPS or self._ranks.world_size == 1:
             return
         own = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
-        own[self._ranks.rank] = self._take_own_seconds() / WINDOW
+        own[self._ranks.rank] = self._take_own_seconds() / WINDOW_STEPS
         dist.all_reduce(own)
         if self._ranks.is_main:
-            self.judge(step, own.tolist())
+            self.report_slow_ranks(step, own.tolist())
 
-    def judge(self, step: int, seconds: list[float]) -> None:
+    def report_slow_ranks(self, step: int, seconds: list[float]) -> None:
         """Report slow ranks; `seconds` lists the ranks' mean own time per step in the window that ends with `step`."""
         for rank, own in enumerate(seconds):
             others = median(seconds[:rank] + seconds[rank + 1 :])
-            is_slow = own > FACTOR * others and own - others > LEAST_S
+            is_slow = own > FACTOR * others and own - others > MIN_DIFFERENCE_S
             self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if is_slow else 0
-            if self._slow_in_a_row[rank] == REPEATS:
+            if self._slow_in_a_row[rank] == MIN_SLOW_WINDOWS:
                 self._say(
                     f"[yellow]warning:[/yellow] step {step}: rank {rank} on {self._hosts[rank]} is slow: its own work "
                     f"takes {own * 1e3:.1f} ms per step, the others' work {others * 1e3:.1f} ms; all ranks wait for it"

@@ -30,7 +30,7 @@ def _exit_immediately(number: int, frame: FrameType | None) -> None:
 LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
-def begin() -> None:
+def set_up_process() -> None:
     """Make the process exit immediately when its parent exits and, until `StopRequest` handles signals, on a signal.
 
     Later imports are lean (lean_imports.py), and the working directory is not on the import path.

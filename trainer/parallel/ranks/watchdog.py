@@ -30,7 +30,7 @@ from trainer.contract.launcher_process import read_stat
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.process_state import (
-    WorkDetector,
+    ActivityDetector,
     find_collective,
     find_location,
     get_main_thread_frame,
@@ -41,13 +41,13 @@ from trainer.parallel.ranks.process_state import (
 from trainer.parallel.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 
 # Patience with another process that builds an extension; if it is killed, the launcher removes its lock.
-BUILD_PATIENCE_S = 600.0
+BUILD_TIMEOUT_S = 600.0
 STOPPED_OR_LOST = "it is stopped, or its host is down"
 EVENT_COUNT = 256
 """Number of reused events; a host is a step or two ahead of its GPU, and begins two phases per micro-step."""
 
 
-class DeviceMarks:
+class DeviceEvents:
     """Records an event on this rank's GPU for each phase, numbered from 1, in the same order on every rank.
 
     Hosts launch an NCCL collective long before the GPUs reach it, and continue into the next step. If one GPU never
@@ -109,15 +109,15 @@ class Watchdog:
         """Whether every rank writes heartbeats as soon as it starts, so a rank without heartbeats has not started."""
         PROGRESS.write_step = self._write_step
         self._host = get_host_name()
-        self._work = WorkDetector()
+        self._work = ActivityDetector()
         self._worked_at = time.monotonic()
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
         self._ended = threading.Event()
         # The user's terminal: descriptors 1 and 2 will soon be redirected to the log.
-        self._screen = os.dup(2)
-        self._marks = DeviceMarks()
+        self._terminal_fd = os.dup(2)
+        self._device_events = DeviceEvents()
         if self._timeout_s:
-            PROGRESS.mark_device = self._marks.record
+            PROGRESS.record_device_event = self._device_events.record
             # Number of collectives that torch records; without this variable, it does not record gloo's collectives.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -150,10 +150,10 @@ class Watchdog:
         while not self._ended.wait(self._interval_s):
             beat = self._build_heartbeat()
             self._folder.publish(beat)
-            report = self._folder.read_report() if self._timeout_s else None
-            if report is not None:
+            hang = self._folder.read_report() if self._timeout_s else None
+            if hang is not None:
                 # A rank that was stopped also gets here if it continues after the other ranks have exited.
-                self._exit(report, first=False)
+                self._exit(hang, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._check_others(beat)
 
@@ -176,7 +176,7 @@ class Watchdog:
         place = (find_location(frame) or "")[:160] if idle_s > self._interval_s else None
         allowed_s = self._timeout_s * (FIRST_STEP_FACTOR if progress.step == progress.first_step else 1.0)
         if place == BUILD_LOCK:
-            allowed_s = max(allowed_s, BUILD_PATIENCE_S)
+            allowed_s = max(allowed_s, BUILD_TIMEOUT_S)
         return Heartbeat(
             rank=self._ranks.rank,
             host=self._host,
@@ -192,7 +192,7 @@ class Watchdog:
             free_memory_gib=round(read_free_host_memory(), 2),
             free_shm_gib=round(read_free_shared_memory(), 2),
             time=time.time(),
-            device_reached=None if place is None else self._marks.find_reached(),
+            device_reached=None if place is None else self._device_events.find_reached(),
         )
 
     def _check_others(self, own: Heartbeat) -> None:
@@ -214,18 +214,18 @@ class Watchdog:
         if all(beat.stuck or rank in silent for rank, beat in beats.items()):
             if any(_waits_for_others(beat) for beat in beats.values()):
                 # They may wait for a rank that has failed.
-                fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
-                beats, silent = beats | fallen, silent | set(fallen)
-            report = describe_hang(beats, silent)
-            self._exit(report, first=self._folder.write_report(report))
+                failed = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
+                beats, silent = beats | failed, silent | set(failed)
+            hang = describe_hang(beats, silent)
+            self._exit(hang, first=self._folder.write_report(hang))
 
-    def _exit(self, report: HangReport, *, first: bool) -> None:
+    def _exit(self, hang: HangReport, *, first: bool) -> None:
         print(f"{STACK_PREFIX} {self._ranks.rank}:", file=sys.stderr)
         traceback.print_stack(get_main_thread_frame(), file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        print(f"hang: {report.text}", file=sys.stderr, flush=True)
+        print(f"hang: {hang.text}", file=sys.stderr, flush=True)
         if first:
-            os.write(self._screen, f"error: {sanitize(report.text)}\n".encode())
+            os.write(self._terminal_fd, f"error: {sanitize(hang.text)}\n".encode())
             # A launcher terminates all ranks once the first exits, but the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
         self._folder.publish(replace(self._build_heartbeat(), exit_code=EXIT_FAILED))
@@ -265,8 +265,8 @@ def _waits_for_others(beat: Heartbeat) -> bool:
 
 
 def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> HangReport:
-    quiet = set(silent)
-    behind = find_ranks_behind(beats, quiet)
+    silent_ranks = set(silent)
+    behind = find_ranks_behind(beats, silent_ranks)
     waiting = [beat for rank, beat in beats.items() if rank not in behind]
     if not waiting and len(behind) > 1:
         text = f"all {len(behind)} ranks are stuck, {_describe_position(beats[behind[0]])}"
@@ -276,8 +276,8 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
                 "environment shows more"
             )
     else:
-        text = "; ".join(_describe_rank(beats[rank], silent=rank in quiet) for rank in behind)
-        if not quiet and behind == sorted(_find_behind_on_device(_find_furthest_behind(beats))):
+        text = "; ".join(_describe_rank(beats[rank], silent=rank in silent_ranks) for rank in behind)
+        if not silent_ranks and behind == sorted(_find_behind_on_device(_find_furthest_behind(beats))):
             text += (
                 ": the GPU is behind the other ranks' GPUs; a kernel hangs, or the GPU or its link has a fault "
                 "(`dmesg | grep Xid`)"
@@ -285,8 +285,8 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang
     if waiting:
         where = waiting[0].collective or waiting[0].phase or "nothing"
         others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{len(waiting)} other ranks wait"
-        text += f"; {others} for it in {where}"
-    return HangReport(behind, f"the run hangs: {text}")
+        text += f"; {others} for {'it' if len(behind) == 1 else 'them'} in {where}"
+    return HangReport(behind, f"the run is hung: {text}")
 
 
 def _describe_rank(beat: Heartbeat, *, silent: bool) -> str:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
-from trainer.parallel.engine.partitioned import keep_own_values
+from trainer.parallel.engine.partitioned import exclude_from_broadcast
 
 MIN_ELEMENTS = 100_000
 """Minimum number of elements for sharding a parameter outside blocks; the final norm is smaller."""
@@ -145,7 +145,7 @@ class LayerShards:
         self._modules.add(id(model.get_submodule(plan.path)))
         for parameter in parameters:
             parameter.requires_grad_(False)
-            keep_own_values(parameter)
+            exclude_from_broadcast(parameter)
             self._units_by_parameter[id(parameter)] = unit
 
     @replaces("the all-gather of a frozen base in ZeRO stage 3")

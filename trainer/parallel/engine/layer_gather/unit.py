@@ -58,11 +58,11 @@ class ShardedUnit:
             view.copy_(tensor.detach())
             replace(view.data)  # .data has its own version counter, so autograd does not see a gather as a change
         self._storage = self._whole.untyped_storage()
-        self._own_part = self._whole.narrow(0, self._rank * size, size)
+        self._own_slice = self._whole.narrow(0, self._rank * size, size)
         on_host = in_host_memory and device.type == "cuda"
         # A group of one rank has nothing to gather, and never frees.
         self._is_whole = group is not None and self._world == 1 and not on_host
-        self._shard = self._own_part if self._is_whole else self._own_part.to("cpu" if on_host else device, copy=True)
+        self._shard = self._own_slice if self._is_whole else self._own_slice.to("cpu" if on_host else device, copy=True)
         if on_host and pin_memory:
             self._shard = self._shard.pin_memory()
         self._copies = torch.cuda.Stream(device) if on_host else None
@@ -90,11 +90,11 @@ class ShardedUnit:
                 return
             self._copies.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copies):
-                self._own_part.copy_(self._shard, non_blocking=True)
+                self._own_slice.copy_(self._shard, non_blocking=True)
                 if self._world == 1:
                     self._pending = self._copies.record_event()
                 else:
-                    self._pending = _all_gather(self._whole, self._own_part, self._group)
+                    self._pending = _all_gather(self._whole, self._own_slice, self._group)
 
     def wait(self) -> None:
         """Make the current stream (on a CPU, the calling thread) wait for the all-gather."""

@@ -1,4 +1,4 @@
-"""`python -m launcher.supervision.end_with_launcher COMMAND...`: run COMMAND; stop it when `zerolora` exits.
+"""`python -m launcher.supervision.run_until_launcher_exits COMMAND...`: run COMMAND; stop it when `zerolora` exits.
 
 COMMAND is srun, mpirun or pdsh, which would outlive a killed `zerolora`; on SIGTERM, it stops its ranks.
 """
@@ -13,7 +13,7 @@ from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, to_exit_
 from trainer.contract.launcher_process import LauncherWatch, exit_with_children
 
 POLL_S = 0.1
-PATIENCE_S = 8.0
+TIMEOUT_S = 8.0
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     if child.poll() is None:
         child.terminate()
         try:
-            child.wait(PATIENCE_S)
+            child.wait(TIMEOUT_S)
         finally:
             exit_with_children(EXIT_FAILED)
     return to_exit_code(child.returncode)
