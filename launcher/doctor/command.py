@@ -145,7 +145,7 @@ def check_ranks(command: Command) -> list[Check]:
 
 
 def _run_json_command(command: Command, timeout_s: float) -> tuple[Any, str]:
-    """Run a command and return the JSON that it prints after RESULT_PREFIX, or None and a description of the problem."""
+    """Run a command and return the JSON that it prints after RESULT_PREFIX, or None and what went wrong."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + timeout_s

@@ -95,7 +95,7 @@ class FileServer:
         """It answers no more: whoever asks waits."""
         self._process.send_signal(signal.SIGSTOP)
 
-    def is_job_start(self) -> None:
+    def start_server(self) -> None:
         """It answers what it was asked."""
         self._process.send_signal(signal.SIGCONT)
 

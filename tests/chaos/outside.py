@@ -103,7 +103,7 @@ def halt_file_server(run: Chaos) -> None:
     disk.halt()
     run.heard()
     time.sleep(UNHEARD_S)
-    disk.is_job_start()
+    disk.start_server()
 
 
 def halt_file_server_for_long(run: Chaos) -> None:
@@ -112,7 +112,7 @@ def halt_file_server_for_long(run: Chaos) -> None:
     disk.halt()
     run.heard()
     time.sleep(DARK_S)
-    disk.is_job_start()
+    disk.start_server()
 
 
 def kill_file_server(run: Chaos) -> None:

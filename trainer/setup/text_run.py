@@ -64,7 +64,9 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         notes += (f"dataset.max_length is the model's context, {config.dataset.max_length}, instead of the default",)
     elif files.context_length is not None and original.dataset.max_length > files.context_length:
         setting = f"dataset.max_length={original.dataset.max_length}"
-        problem = f"the model's context is {files.context_length} tokens; adapters may learn little from longer documents"
+        problem = (
+            f"the model's context is {files.context_length} tokens; adapters may learn little from longer documents"
+        )
         notes += (f"warning: {setting}: {problem}. Reduce it, or set model.rope_scaling.",)
     # Check these before tokenizing the data, which may take a long time.
     prompts = tuple(read_sample_prompts(config.logging.sample_prompts))
