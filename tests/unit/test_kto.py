@@ -200,7 +200,7 @@ def test_bad_turns_are_named(ground: Path) -> None:
         ((GOOD, BAD), {"preference__length_weight": 0.5}, "preference.length_weight=0.5: only applies to pairs"),
         ((GOOD, BAD), {"preference__weighting": "wpo"}, "preference.weighting=wpo: only applies to pairs"),
         ((GOOD, BAD), {"dataset__streaming": True}, "dataset.streaming=true: labeled answers cannot be streamed"),
-        ((GOOD, BAD), {"preference__loss": {"kto": 1, "dpo": 1}}, "kto learns from labeled answers"),
+        ((GOOD, BAD), {"preference__loss": {"kto": 1, "dpo": 1}}, "kto needs labeled answers"),
         (
             (GOOD,), {"preference__loss": "dpo", "preference__desirable_weight": 2},
             "preference.desirable_weight=2.0: has no effect, because preference.loss is {dpo: 1.0}",
