@@ -57,11 +57,7 @@ def check_weights(
 
 
 def build_dequantizing_group(
-    name: str,
-    weights: str,
-    *,
-    dense: Callable[[Any, int], Tensor],
-    **functions: Any,
+    name: str, weights: str, *, dense: Callable[[Any, int], Tensor], **functions: Any
 ) -> lora.FormatOperators:
     """Return operators that compute `lora.lora_group` for weights that `dense` dequantizes one at a time.
 

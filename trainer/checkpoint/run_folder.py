@@ -46,13 +46,7 @@ INITIAL_ADAPTER = "initial_adapter"
 
 class RunFolder:
     def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        ranks: Ranks,
-        console: Console,
-        say: Output,
-        lock: FolderLock | None,
+        self, config: RunConfig, task: Task, ranks: Ranks, console: Console, say: Output, lock: FolderLock | None
     ) -> None:
         """Create the object without writing anything; `config` has no `auto` values, and only rank 0 has the `lock`."""
         self.path = Path(config.output_dir)

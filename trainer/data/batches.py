@@ -156,18 +156,9 @@ class Batches(GlobalBatches):
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        *,
-        batch_size: int,
-        accumulation: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
-        by_tokens: bool = False,
-        **collate_options: Any,
-    ) -> None:
+        self, samples: Samples, *, batch_size: int, accumulation: int, rank: int, world_size: int, seed: int,
+        shuffle: bool, by_tokens: bool = False, **collate_options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples = samples
         self._lengths = samples.count_tokens()[0] if by_tokens else None

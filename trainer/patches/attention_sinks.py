@@ -25,15 +25,9 @@ def has_sinks(model: torch.nn.Module) -> bool:
 
 
 def attend_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    scaling: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
     """Return attention with sinks [1, T, heads, head_dim]; query, key and value are [1, heads, T, head_dim].
 
     Document i consists of tokens cu_seqlens[i] to cu_seqlens[i+1] - 1.
@@ -45,16 +39,9 @@ def attend_with_sinks(
 class _FlashWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scaling: float | None,
-        window: int | None,
-    ) -> Tensor:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+        scaling: float | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
         bounds = {
             "scale": scaling,
             "window_size_left": None if window is None else window - 1,

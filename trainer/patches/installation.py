@@ -21,12 +21,7 @@ from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard, UpdateGuard, install_workarounds
 from trainer.patches.mamba import install_mamba_projections
 from trainer.patches.norm_mlp_rope import PARTS, install_input_recomputation, replace_elementwise
-from trainer.patches.packed_attention import (
-    copy_heads_without_flash,
-    set_varlen,
-    use_flash_in_towers,
-    use_varlen,
-)
+from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_flash_in_towers, use_varlen
 from trainer.patches.recompute import enable_recomputation, list_recomputed_layers
 from trainer.patches.tiled_mlp import tile_feed_forward
 

@@ -196,13 +196,9 @@ def register_repeated_heads() -> None:
 
 
 def attend_with_repeated_heads(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute transformers' sdpa after copying shared key and value heads for each query head [B, heads, L, head_dim].
 
     Without a mask, transformers leaves shared heads to torch, and torch's memory-efficient kernels do not support them.
@@ -218,20 +214,11 @@ def attend_with_repeated_heads(
 
 
 def varlen_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    key_index: torch.Tensor | None = None,
-    key_seqlens: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None, key_index: torch.Tensor | None = None, key_seqlens: torch.Tensor | None = None,
+    sliding_window: int | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute causal attention within each document: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
     Document i consists of tokens cu_seqlens[i] to cu_seqlens[i+1] - 1. Without `cu_seqlens` (text generation),
@@ -275,14 +262,9 @@ def varlen_attention(
 
 
 def sequence_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    sequence: SequencePart | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, sequence: SequencePart | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute `varlen_attention`; with `sequence`, each of N ranks has T/N tokens [1, heads, T/N, head_dim]."""
     if sequence is None:
         return varlen_attention(module, query, key, value, attention_mask, **kwargs)
@@ -292,17 +274,10 @@ def sequence_attention(
 
 
 def window_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    cu_seq_lens_q: torch.Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention without a mask within each window: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
     Window i consists of patches cu_seq_lens_q[i] to cu_seq_lens_q[i+1] - 1; without bounds, transformers' sdpa runs.

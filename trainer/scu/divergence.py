@@ -78,12 +78,7 @@ class Divergence:
     """Measures K, the KL divergence of the trained model from its base model, on a few reference documents per step."""
 
     def __init__(
-        self,
-        engine: Engine,
-        token_loss: TokenLoss,
-        reference: Reference,
-        *,
-        base_states: list[Tensor] | None = None,
+        self, engine: Engine, token_loss: TokenLoss, reference: Reference, *, base_states: list[Tensor] | None = None
     ) -> None:
         """Prepare the measurement; with `base_states`, no step needs a forward pass of the base model."""
         self._base_states = base_states

@@ -91,13 +91,7 @@ class AdapterInformation:
     """
 
     def __init__(
-        self,
-        pairs: list[AdapterPair],
-        measure: Measure,
-        *,
-        sigma: float,
-        tokens: int,
-        flat: FlatAdapter | None = None,
+        self, pairs: list[AdapterPair], measure: Measure, *, sigma: float, tokens: int, flat: FlatAdapter | None = None
     ) -> None:
         """Group the pairs; pairs in the buffer of `flat` are read and differentiated without a copy."""
         self.measure = measure

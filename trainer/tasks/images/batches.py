@@ -68,19 +68,10 @@ class ImageBatches(GlobalBatches):
     """
 
     def __init__(
-        self,
-        samples: ImageSamples,
-        draw_time: Callable[[torch.Generator], float],
-        image: ImageSection,
-        *,
-        prior: ImageSamples | None,
-        batch_size: int,
-        accumulation: int,
-        rank: int,
-        world_size: int,
-        seed: int,
+        self, samples: ImageSamples, draw_time: Callable[[torch.Generator], float], image: ImageSection, *,
+        prior: ImageSamples | None, batch_size: int, accumulation: int, rank: int, world_size: int, seed: int,
         shuffle: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples, self.prior = samples, prior
         self._draw_time, self._image, self._seed, self._shuffle = draw_time, image, seed, shuffle
