@@ -367,6 +367,9 @@ def test_a_template_that_does_not_compile_names_itself(tokenizer: PreTrainedToke
     nested = "{% for a in range(90000) %}{% for b in range(90000) %}x{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match=r"cannot be rendered \(rendering takes more than 3 seconds\)"):
         encode(tokenizer, nested, TALK)
+    doubled = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
+    with pytest.raises(UserError, match=r"cannot be rendered \(rendering takes more than 1 GiB of memory\)"):
+        encode(tokenizer, doubled, TALK)
     with pytest.raises(UserError, match="chat_template: empty"):
         load_chat_template(tokenizer, " ")
 

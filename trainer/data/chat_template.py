@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import current_thread, main_thread
+from time import process_time
 from types import FrameType
 from typing import Any
 
+import psutil
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -23,6 +25,7 @@ from trainer.data.markers import TURN_KEY, ChatSpans, has_generation_blocks, mar
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
 MAX_RENDER_SECONDS = 3
+MAX_RENDER_BYTES = 1 << 30
 _QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
 
 
@@ -31,22 +34,28 @@ class RenderError(Exception):
 
 
 @contextmanager
-def _limit_time() -> Iterator[None]:
-    """Raise RenderError if the block uses more than MAX_RENDER_SECONDS of CPU time, for example in nested loops."""
+def _limit_rendering() -> Iterator[None]:
+    """Raise RenderError if the block takes too much CPU time or memory, as with nested loops or text that doubles."""
+    memory: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise RenderError(f"rendering takes more than {MAX_RENDER_SECONDS} seconds")
+    def check(number: int, frame: FrameType | None) -> None:
+        memory.append(psutil.Process().memory_info().rss)
+        if process_time() - started > MAX_RENDER_SECONDS:
+            raise RenderError(f"rendering takes more than {MAX_RENDER_SECONDS} seconds")
+        if memory[-1] - memory[0] > MAX_RENDER_BYTES:
+            raise RenderError(f"rendering takes more than {MAX_RENDER_BYTES >> 30} GiB of memory")
 
     if current_thread() is not main_thread():  # only the main thread receives signals
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_RENDER_SECONDS)
+    started = process_time()
+    before = signal.signal(signal.SIGPROF, check)
+    signal.setitimer(signal.ITIMER_PROF, 0.1, 0.1)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class ChatTemplate:
@@ -98,7 +107,7 @@ class ChatTemplate:
         variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **more}
         try:
             # Not apply_chat_template, which removes None content that some templates need in tool calls.
-            with _limit_time():
+            with _limit_rendering():
                 return str(render_jinja_template([adapted], chat_template=source, **variables)[0][0])
         except Exception as error:  # a template is user code and may raise anything
             raise RenderError(f"{error}" or type(error).__name__) from None
