@@ -29,7 +29,7 @@ ELSEWHERE = {
     "zerolora doctor": "tests/cluster/test_doctor.py",
     "zerolora train my.yaml --launcher hostfile --hostfile hosts": "tests/cluster/test_ssh.py",
     "zerolora status JOB": "tests/cluster/test_tutorial.py",
-    "deepspeed --module trainer.train my.yaml": "tests/unit/test_foreign_files.py",
+    "deepspeed --no_python zerolora-rank my.yaml": "tests/unit/test_foreign_files.py",
     "zerolora eval runs/my --tasks gsm8k": "tests/distributed/test_evaluation_tasks.py",
     "zerolora serve runs/my": "tests/servers/test_serve.py",
 }
