@@ -70,6 +70,10 @@ def sweep(
     arguments = [*(settings or []), *context.args]
     first_option = next((index for index, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     submit_options = arguments[first_option:]
+    if submit_options and not slurm:
+        raise UserError(
+            f"{submit_options[0]}: not an option of `zerolora sweep`; options of `zerolora submit` need --slurm"
+        )
     axes, fixed = split_axes(arguments[:first_option])
     loaded = load_config(config, fixed).config
     folder = Path(loaded.output_dir).absolute()
@@ -80,10 +84,6 @@ def sweep(
         raise UserError(f"zerolora sweep: {problem}; pass several values, such as training.learning_rate=1e-4,2e-4")
     if table:
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])
-    if submit_options and not slurm:
-        raise UserError(
-            f"{submit_options[0]}: not an option of `zerolora sweep`; options of `zerolora submit` need --slurm"
-        )
     runs = plan_runs(config, axes, fixed, folder)
     if combine and (slurm or gpus_per_run is not None):
         raise UserError("--together: uses all GPUs in one run; remove --slurm or --gpus-per-run")

@@ -40,6 +40,8 @@ def import_(
     if not arguments:
         raise UserError("zerolora import: no configuration; pass a file, or a command line after `--`")
     target = None if output is None else Path(os.path.realpath(output))
+    if output is not None and output.exists() and not os.path.exists(target or output):
+        target = output  # such as /dev/stdout, which leads to a pipe without a path
     if target is not None:
         check_settings_file(target, f"--output {output}", force=force)
     translation = translate_arguments(arguments, dataset_dir)

@@ -76,7 +76,7 @@ def test_another_base_is_refused(
 ) -> None:
     """Of the same shapes, with other weights: as an -Instruct model next to the base that it was made from."""
     [line] = refusal(capsys, command, ground / place, tmp_path / "out", "--base-model", str(ground / "other"))
-    assert line.startswith(f"error: base_model={ground}/other: its weights differ from {ground}/model"), line
+    assert line.startswith(f"error: base_model={ground}/other: its weight files differ from {ground}/model"), line
     assert str(ground / place) in line and "--allow-mismatch" in line
 
 
@@ -176,9 +176,9 @@ def test_training_does_not_start_from_an_adapter_of_another_base(
         capsys.readouterr()
         assert starts(ground, adapter, other) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert "its weights differ from" in line and "lora.allow_mismatch: true" in line
+        assert "its weight files differ from" in line and "lora.allow_mismatch: true" in line
         assert starts(ground, adapter, other, "lora.allow_mismatch=true") == 0
-        assert "its weights differ from" in capsys.readouterr().out
+        assert "its weight files differ from" in capsys.readouterr().out
 
 
 def test_training_does_not_start_from_an_adapter_of_another_tokenizer(
@@ -237,6 +237,9 @@ def test_data_that_grew_is_not_split_again(ground: Path, tmp_path: Path, capsys:
     finally:
         file.write_bytes(before)
     assert evaluate.main([str(ground / "run"), "--samples", "5"]) == 0
+    assert "is the training data" not in capsys.readouterr().err
+    assert evaluate.main([str(ground / "run"), "--samples", "5", "--data", str(file)]) == 0
+    assert f"warning: --data={file}: is the training data, so it cannot show overfitting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", [{"val_split": 0.5}, {"split": "train[:30]"}, {"max_samples": 30}])

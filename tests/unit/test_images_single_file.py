@@ -186,7 +186,7 @@ def test_a_run_on_a_single_file_is_merged_with_that_file_alone(tmp_path: Path) -
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(settings))
     train(tmp_path)
     assert merge.main([str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
-    with pytest.raises(UserError, match="its weights differ from"):
+    with pytest.raises(UserError, match="its weight files differ from"):
         find_run(tmp_path / "run", str(other))
     renamed = file.rename(tmp_path / "renamed.safetensors")
     with pytest.raises(UserError, match=r"sd\.safetensors: does not exist; pass its new location"):

@@ -228,7 +228,8 @@ def test_a_pipe_or_device_is_not_replaced_by_a_file(
     Path("x.yml").write_text(AXOLOTL)
     os.mkfifo("pipe")
     Path("out").symlink_to("pipe")
-    for output in ("pipe", "out"):
+    end, _ = os.pipe()
+    for output in ("pipe", "out", f"/dev/fd/{end}"):
         assert run(monkeypatch, "x.yml", "--force", "-o", output) == 2
         assert f"--output {output}: is a device or a pipe; use a file" in capsys.readouterr().err
     assert Path("pipe").is_fifo()

@@ -102,7 +102,7 @@ def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixtur
         f"dataset.path={ground}/other.jsonl",
         "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 samples per step",
     ]
-    assert "its weights differ from" in lines[1] and "[base_model]" in lines[1]
+    assert "its weight files differ from" in lines[1] and "[base_model]" in lines[1]
     assert "not the data that checkpoint-4 was trained with" in lines[2] and "[data]" in lines[2]
     assert "trained with 4" in lines[3] and "[batch]" in lines[3]
     lines = refusal(ground, capsys, *changes, "training.resume_changes=[seed, data, base_model]")

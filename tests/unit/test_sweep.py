@@ -126,6 +126,11 @@ def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert run(monkeypatch, *words) == 0
     assert capsys.readouterr().out == "zerolora submit c.yaml --sweep lora.r=8,16 --nodes 2 --time 1:00:00\n"
     assert run(monkeypatch, "sweep", "c.yaml", "seed=5") == 2 and "no values to try" in capsys.readouterr().err
+    for option in (["--array", "0-3", "seed=1,2"], ["seed=5", "--array", "0-3"]):
+        assert run(monkeypatch, "sweep", "c.yaml", *option) == 2
+        assert "--array: not an option of `zerolora sweep`; options of `zerolora submit` need --slurm" in (
+            capsys.readouterr().err
+        )
     assert run(monkeypatch, "sweep", "c.yaml", "lora.r=8,16", "--nodes", "2") == 2
     assert "--nodes: not an option of `zerolora sweep`; options of `zerolora submit` need" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["c.yaml"]

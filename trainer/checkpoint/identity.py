@@ -105,7 +105,7 @@ def find_differences(recorded: Identity, current: Identity, name: str) -> list[D
     same = is_same_base(recorded.base, current.base)
     if not same:
         part = find_changed_part(recorded.base, current.base)
-        differ = "its weights differ from" if part in (None, "config") else f"its {part} differs from"
+        differ = "its weight files differ from" if part in (None, "config") else f"its {part} differs from"
         what = "its weights cannot be compared with" if same is None else differ
         before = f"{recorded.base_model}, on which" if recorded.base_model != current.base_model else "when"
         problem = f"base_model={current.base_model}: {what} {before} {name} was trained"
@@ -163,6 +163,12 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
         fix = f"documents used in training may be held out now; pass other data with --data, or allow it with {ALLOW}"
         if problems := _list_problems(recorded, current, folder, SPLIT_SETTINGS):
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
+
+
+def is_training_data(folder: Path, origin: Mapping[str, str]) -> bool:
+    """Return whether data has the content that the run in `folder` was trained with."""
+    recorded = read_recorded_identity(folder)
+    return recorded is not None and recorded.data.get("content") == origin["content"]
 
 
 def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ resampled with replacement. Base and adapter use the same resamples, so the comp
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +32,7 @@ from trainer.checkpoint.finished_run import (
     load_trained_model,
     silence_libraries,
 )
-from trainer.checkpoint.identity import check_held_out
+from trainer.checkpoint.identity import check_held_out, is_training_data
 from trainer.config import CommandParser, RunConfig, SourceSection, UserError, reports_errors
 from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import format_count, to_text
@@ -193,6 +194,8 @@ def load_held_out_samples(
         raise UserError(problem) from None
     if source is None and not run.allow_mismatch:
         check_held_out(run.config, run.folder, prepared.origin)
+    if data is not None and is_training_data(run.folder, prepared.origin):
+        print(f"warning: --data={to_text(data)}: is the training data, so it cannot show overfitting", file=sys.stderr)
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # streams have no val_split
     return samples, has_pairs
