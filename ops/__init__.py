@@ -1,4 +1,6 @@
-"""Fused LoRA operators: CUDA kernels built by DeepSpeed's op builder, and plain-torch reference implementations."""
+"""Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and plain-torch references."""
+
+# launcher/cli.py looks for "zerolora" in this file.
 
 from ops import elementwise, groups
 from ops.backend import check_requested, get_loaded_backend, load_backend, predict_backend
