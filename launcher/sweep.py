@@ -173,7 +173,8 @@ def combine_runs(
         if not gpus or _fits_gpu(config, settings, gpus[0]):
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
-    say(f"training {len(waiting)} runs in {format_count(len(groups), 'run')} of up to {format_count(size, 'adapter')}")
+    joint = f"{format_count(len(groups), 'joint run')} of up to {format_count(size, 'adapter')}"
+    say(f"training {format_count(len(waiting), 'run')} as {joint}")
     return [SweepRun(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 

@@ -106,7 +106,7 @@ def sum_token_losses(
     two_d = hidden.dim() == 2 and weight.dim() == 2
     if not two_d or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
+            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
             "expected [K, H], [V, H] and [K]"
         )
     if weight.requires_grad:
@@ -293,8 +293,8 @@ def sum_divergences(
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, base_hidden {tuple(base_hidden.shape)}, weight {tuple(weight.shape)}: "
-            "expected [K, H], [K, H] and [V, H]"
+            f"hidden has shape {tuple(hidden.shape)}, base_hidden {tuple(base_hidden.shape)}, weight "
+            f"{tuple(weight.shape)}: expected [K, H], [K, H] and [V, H]"
         )
     if weight.requires_grad or base_hidden.requires_grad:
         raise ValueError("the head or base_hidden requires a gradient: the divergence does not compute it; freeze it")

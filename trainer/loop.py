@@ -182,7 +182,7 @@ class Loop:
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
     def _finish_step(self) -> None:
-        """Wait for the step in flight, if there is one, and report it; called before the next update at the latest."""
+        """Wait for the step in flight, if there is one, and report it. Must be called before the next update."""
         if self._in_flight is None:
             return
         (step, launched, metrics), self._in_flight = self._in_flight, None

@@ -121,9 +121,9 @@ def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (1e-9, r"dataset.mix.0.weight=1e-09: selects none of 3 records; use 0.3 or more, or remove the source"),
-        (0.1, r"dataset.mix.0.weight=0.1: selects none of 3 records; use 0.3 or more"),
-        (1e6, r"dataset.mix.0.weight=1e\+06: would repeat each of 3 records 1e\+06 times; use 1000 or less"),
+        (1e-9, r"dataset.mix.0.weight=1e-09: selects none of the 3 records; use 0.3 or more, or remove the source"),
+        (0.1, r"dataset.mix.0.weight=0.1: selects none of the 3 records; use 0.3 or more"),
+        (1e6, r"dataset.mix.0.weight=1e\+06: would repeat each of the 3 records 1e\+06 times; use 1000 or less"),
     ],
 )
 def test_weights_without_measure(tokenizer: PreTrainedTokenizerBase, weight: float, message: str) -> None:

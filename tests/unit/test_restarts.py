@@ -65,7 +65,7 @@ def test_nothing_is_deleted_where_no_checkpoint_is_seen(tmp_path: Path) -> None:
 
 def test_a_step_must_be_made_between_two_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Starts(tmp_path, killed(7), killed(6, gained=False)).run() == 137
-    assert "not restarted: no step was completed since the ranks were started" in capsys.readouterr().err
+    assert "not restarted: no step has completed since the ranks were started" in capsys.readouterr().err
 
 
 def test_a_slot_that_fails_again_is_excluded_from_a_run_that_has_trained(tmp_path: Path) -> None:

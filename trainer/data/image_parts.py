@@ -52,7 +52,7 @@ class ImageParts:
         return text.replace(PLACEHOLDER, IMAGE)
 
     def store(self, origin: str) -> tuple[bytes, ...]:
-        """Return the results of `store_image` for the images, in order.
+        """Return each image's bytes or file reference (see `encode_image`), in order.
 
         Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
         """

@@ -352,7 +352,7 @@ def _read_tool_call(call: Any, origin: str) -> dict[str, Any]:
 
 
 def _read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """Read tool definitions, given as a list of JSON schemas or as a JSON string with such a list."""
+    """Read tool definitions, given as a list of JSON schemas or as that list in a JSON string."""
     value = None if isinstance(value, str) and not value.strip() else _parse_json(value, "tools are", origin)
     if not value:
         return None

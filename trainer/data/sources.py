@@ -341,7 +341,7 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
         except (ValueError, AssertionError) as error:
             raise UserError(f"{label}.split={spec}: {error}") from None
         if bounds.from_ >= bounds.to:
-            raise UserError(f"{label}.split={spec}: selects none of {len(records):,} records; use a larger part")
+            raise UserError(f"{label}.split={spec}: selects none of the {len(records):,} records; use a larger slice")
         return records.select(range(bounds.from_, bounds.to))
     counts = _COUNTS.match(spec.removeprefix(name))
     if counts is None:

@@ -251,9 +251,9 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _intercept_layers(shapes: ModelShapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
-    """Patch layers so that one of each kind is measured into `layers` and all others reuse its result.
+    """Patch the layers to run one of each kind, record its memory in `layers`, and reuse its output for the others.
 
-    Returns the results by kind, filled in while the model runs.
+    Returns a dict from kind to output, filled in while the model runs.
     """
     results: dict[int, Any] = {}
 

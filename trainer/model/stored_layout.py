@@ -161,7 +161,7 @@ def _add_tied(model: Any, layout: dict[str, StoredParameter], base_model: str) -
     if missing:
         raise UserError(
             f"base_model={base_model}: {len(missing)} weights are missing (first: {missing[0]}); "
-            "take config.json and weights from the same model, or download the model again"
+            "use config.json and weights from the same model, or download the model again"
         )
     return layout | {name: by_id[id(parameter)] for name, parameter in parameters.items()}
 

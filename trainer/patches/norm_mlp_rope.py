@@ -40,7 +40,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class ElementwisePlan:
-    """Forwards and modeling-file functions that our operators can replace, and those that they cannot."""
+    """Which `forward` methods and modeling functions our operators can replace, and why they cannot replace others."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     """Pairs (module, new forward)."""

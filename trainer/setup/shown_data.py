@@ -89,7 +89,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
     ranks = config.count_data_ranks(ranks)
     training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
-        raise UserError("training.batch_size=auto: is chosen when the run starts; use the run's training_config.json")
+        raise UserError("training.batch_size=auto: not known until the run starts; use its training_config.json")
     if (last := count_steps(training, samples, ranks)) is not None and step > last:
         raise UserError(f"--step {step}: the run has only {last:,} steps; use 1 to {last}")
     size = compute_global_batch(training, ranks)

@@ -222,4 +222,4 @@ class _CheckpointNames:
 
 def _build_error(problem: str) -> UserError:
     fix = "export the merged model with --format hf"
-    return UserError(f"{problem}, but no server is known to apply adapters to it; {fix}")
+    return UserError(f"{problem}; no inference server is known to support adapters in this layout; {fix}")
