@@ -107,7 +107,7 @@ def _submit_array(
     *, dry_run: bool,
 ) -> None:  # fmt: skip
     tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
-    _report_finished(runs)
+    _report_finished_runs(runs)
     if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
         options += ["--array", ",".join(tasks)]
     if not tasks and not dry_run:
@@ -160,7 +160,7 @@ def combine_runs(
 ) -> list[SweepRun]:
     """Combine runs evenly into as few joint runs (`adapters`) as the estimated GPU memory allows."""
     waiting = [run for run in runs if run.exit_code is None]
-    _report_finished(runs)
+    _report_finished_runs(runs)
     if len(waiting) > 1:
         load_config(config, _combine_settings(waiting, fixed, folder))  # raises if a setting cannot differ per adapter
     if not dry_run:
@@ -199,7 +199,7 @@ def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
         return True  # `zerolora train` checks the memory again
 
 
-def _report_finished(runs: Sequence[SweepRun]) -> None:
+def _report_finished_runs(runs: Sequence[SweepRun]) -> None:
     if finished := sum(run.exit_code == 0 for run in runs):
         say(f"{finished} of {len(runs)} runs are already finished")
 
@@ -227,7 +227,7 @@ def train_runs(
     """Start runs as GPUs become free, until all have finished; if interrupted, stop the active runs."""
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
-    _report_finished(runs)
+    _report_finished_runs(runs)
     tie_children_to_this_process()
     free = list(slots)
     running: list[SweepRun] = []

@@ -236,7 +236,7 @@ class Loop:
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
         # All ranks must call the hooks, since some of them sum over ranks.
         measured = [hook.after_step(finished) for hook in self._hooks]
-        measured += [context.loss.values()] if is_logged else []
+        measured += [context.loss.pop_metrics()] if is_logged else []
         if self._reporter is None:
             return
         values = {

@@ -166,7 +166,7 @@ def test_recomputed_results_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         MODELS["llama"], ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )
     replaced = replace_elementwise(model, recompute="norms")
-    assert (replaced.mlps, replaced.norms) == (3, 7)
+    assert (replaced.mlp_count, replaced.norm_count) == (3, 7)
     model = apply_adapter(model, LoraSection(r=8), torch.float32)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     fuse_layers(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))

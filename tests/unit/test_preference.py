@@ -252,7 +252,7 @@ def pairs_of(ground: Path, *records: dict[str, Any], **changes: Any) -> tuple[li
     prepared = prepare(load_config(ground / "base.yaml", given).config)
     assert isinstance(prepared.data.train, Samples)
     documents = [document for sample in prepared.data.train for document in split_documents(sample)]
-    return documents, prepared.data.stats.format_lines(), prepared.tokenizer
+    return documents, prepared.data.stats.format_summary(), prepared.tokenizer
 
 
 def trained_text(document: Sample, tokenizer: Any) -> tuple[str, str]:

@@ -72,7 +72,7 @@ class DataStats:
     def packing_efficiency(self) -> float:
         return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
 
-    def format_lines(self) -> list[str]:
+    def format_summary(self) -> list[str]:
         lines = [*self.notes, *(self._format_counts("train") if self.records else [])]
         lines += self.evaluation._format_counts("held out") if self.evaluation else []
         return lines + [f"warning: {warning}" for warning in self.list_warnings()]

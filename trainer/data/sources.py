@@ -52,7 +52,7 @@ def read_source(
         if local is None:
             return _read_hub(source, name, label, streaming)
         if _is_saved_dataset(local):
-            return _read_saved(source, local, name, label)
+            return _read_saved_dataset(source, local, name, label)
         return _read_files(source, local, name, label, streaming, scratch)
 
     records = read_split(source.split, label, read)
@@ -248,7 +248,7 @@ def _build_read_error(source: SourceSection, label: str, kind: str, error: Excep
     return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete; copy it again")
 
 
-def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
+def _read_saved_dataset(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
     from datasets import Dataset
 
     try:

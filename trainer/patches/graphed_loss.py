@@ -116,8 +116,8 @@ class GraphedLoss:
             result: Tensor = model()
         return result
 
-    def values(self, *, training: bool = True) -> dict[str, float]:
-        return self._loss.values(training=training)
+    def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
+        return self._loss.pop_metrics(training=training)
 
     def pop_replayed_fraction(self) -> float:
         """Return the fraction of batches replayed since the last call, and reset the counts."""

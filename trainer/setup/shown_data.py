@@ -59,7 +59,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
         stats = _compute_stats(samples, data.stats)
     for number, sample in enumerate(samples[:examples], start=1):
         console.print(_build_panel(sample, tokenizer, number, colors=console.color_system is not None))
-    for line in data.stats.format_lines():
+    for line in data.stats.format_summary():
         style = "bold yellow" if line.startswith("warning: ") else ""
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
@@ -115,7 +115,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
             f"{samples.store.captions[entry.caption]!r}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    for line in [] if step else data.stats.format_lines():
+    for line in [] if step else data.stats.format_summary():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
