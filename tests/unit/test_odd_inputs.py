@@ -41,7 +41,7 @@ from trainer.data.source_files import build_source
 from trainer.data.sources import resolve_local_path
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.observed import Kernels, Layer, observe_layers
+from trainer.memory.observed import Layer, LayerSettings, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
@@ -251,9 +251,9 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
     work = planner.build_work(config, planner.build_decisions(config))
     lengths = []
 
-    def observe(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-        lengths.append(kernels.length)
-        return observe_layers(shapes, kernels, rows)
+    def observe(shapes: ModelShapes, settings: LayerSettings, rows: int) -> dict[int, Layer]:
+        lengths.append(settings.length)
+        return observe_layers(shapes, settings, rows)
 
     monkeypatch.setattr("trainer.memory.planner.observe_layers", observe)
     seen = planner.estimate_activations(work)
