@@ -211,7 +211,7 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
     if gpus_per_run is None or not gpus:
         return [()]
     if gpus_per_run > len(gpus):
-        raise UserError(f"--gpus-per-run {gpus_per_run}: this machine has only {len(gpus)}; use {len(gpus)} or fewer")
+        raise UserError(f"--gpus-per-run {gpus_per_run}: only {format_count(len(gpus), 'GPU')} found here; use fewer")
     return [gpus[first : first + gpus_per_run] for first in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
 
 

@@ -144,7 +144,7 @@ class Restarts:
             )
             return False
         if self._restarts == self._max_restarts:
-            say(f"not restarted: training.max_restarts={self._max_restarts} is reached")
+            say(f"not restarted: training.max_restarts={self._max_restarts} has been reached")
             return False
         return result.has_completed_step or self._try_exclude(result)
 

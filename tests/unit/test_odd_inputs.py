@@ -774,7 +774,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ),
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
         ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is also set; remove one"),
-        ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or write its keys"),
+        ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or nest its keys"),
         ("fsdp: [full_shards]\n", "fsdp=[full_shards]: full_shards: must be auto_wrap, full_shard"),
         ("fsdp_config: {sharding_strategy: 9}\n", "sharding_strategy=9: must be FULL_SHARD"),
         ("torch_dtype: float99\n", "torch_dtype=float99: must be auto, bfloat16, float16 or float32"),

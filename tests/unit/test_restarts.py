@@ -88,7 +88,7 @@ def test_a_failure_repeated_in_a_step_is_reported_with_its_samples(
 def test_max_restarts_limits_the_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     starts = Starts(tmp_path, *(killed(step) for step in (3, 6, 9)))
     assert starts.run(2) == 137
-    assert "training.max_restarts=2 is reached" in capsys.readouterr().err
+    assert "training.max_restarts=2 has been reached" in capsys.readouterr().err
     assert len(starts.settings) == 3
     assert Starts(tmp_path, killed(3)).run(0) == 137
     assert "not restarted" not in capsys.readouterr().err

@@ -182,7 +182,7 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
     rows = accumulation * (1 if training.batch_size == AUTO else training.batch_size)
     if accumulation > 1 and total is not None and (total == AUTO or total % rows):
         problem = f"training.global_batch_size={'auto' if total == AUTO else total} already determines it"
-        name, fix = "training.gradient_accumulation_steps", "remove one of them, or set it to null"
+        name, fix = "training.gradient_accumulation_steps", "remove one of them, or set one to null"
         yield Mistake(name, accumulation, problem, fix, "training.global_batch_size")
     if training.tiled_mlp not in ("auto", False) and (refusal := find_feature_problem("tiles", config)):
         yield Mistake("training.tiled_mlp", training.tiled_mlp, refusal[1], "use auto", refusal[0])

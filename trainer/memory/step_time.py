@@ -103,7 +103,7 @@ def _find_measured(planner: Planner, config: RunConfig, gpu_name: str) -> tuple[
     measured, note = GPU_MEASUREMENTS.get(gpu_name), ""
     if measured is None:
         measured = GPU_MEASUREMENTS[REFERENCE_GPU]
-        note = f"{gpu_name} was never measured: assumes the utilization and links of {REFERENCE_GPU}"
+        note = f"{gpu_name} was never measured; using the utilization and links of {REFERENCE_GPU}"
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
     utilization = measured.get("experts", {}) if has_experts else measured["utilization"]

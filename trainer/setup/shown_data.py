@@ -79,7 +79,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             label = f"sample {index}" + (f", document {number + 1}" if number else "")
             console.print(
-                f"{label} ({len(document.input_ids)} tokens): {sanitize(text)[:SHOWN_CHARACTERS]}",
+                f"{label} ({format_count(len(document.input_ids), 'token')}): {sanitize(text)[:SHOWN_CHARACTERS]}",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 

@@ -390,5 +390,5 @@ class PreferenceTask(LanguageTask):
             answers = loss.score_reference(engine, batch, self._device).flatten()
             reference[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
-        self._say(f"reference: {len(reference):,} answers computed once, before training")
+        self._say(f"reference: {format_count(len(reference), 'answer')} computed once, before training")
         return sum_over_ranks(reference).cpu().numpy()
