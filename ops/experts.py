@@ -213,8 +213,7 @@ def check_arguments(  # type: ignore[no-untyped-def]
         rank = a.shape[1] if a.dim() == 3 else 0
         if tuple(a.shape) != (E, rank, D) or tuple(b.shape) != (E, out, rank):
             raise ValueError(
-                f"adapter of {name}: A has shape {tuple(a.shape)}, B {tuple(b.shape)}: "
-                f"expected [{E}, R, {D}] and [{E}, {out}, R]"
+                f"adapter of {name}: A is {tuple(a.shape)}, B {tuple(b.shape)}; expected [{E}, R, {D}], [{E}, {out}, R]"
             )
         if not 1 <= rank <= lora.MAX_RANK:
             raise ValueError(f"r={rank}: must be 1 to {lora.MAX_RANK}")

@@ -35,8 +35,7 @@ def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[
             raise ValueError(f"experts are {weight.dtype}, hidden is {dtype}: convert one of them")
     if tuple(weight.shape) != (E, rows, cols):
         raise ValueError(
-            f"experts have shape {tuple(weight.shape)}: expected [{E}, {rows}, {cols}]; "
-            "with ZeRO-3, gather the parameter first"
+            f"experts are {tuple(weight.shape)}, not [{E}, {rows}, {cols}]; with ZeRO-3, gather the parameter first"
         )
     return weight
 

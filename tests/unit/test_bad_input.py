@@ -162,7 +162,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dataset.format=alpacca": ("dataset.format=alpacca: must be 'auto', 'messages'",),
     "dataset.format=custom": ("dataset.format=custom: needs dataset.template",),
     "dataset.train_on=robot": ("dataset.train_on=[robot]: unknown role; choose from assistant",),
-    "dataset.train_on=[last,assistant]": ("dataset.train_on=[last, assistant]: assistant and all already include last", "keep one"),
+    "dataset.train_on=[last,assistant]": ("dataset.train_on=[last, assistant]: assistant and all already", "keep one"),
     "dataset.thinking=empty ; dataset.chat_template_kwargs={enable_thinking: true}": (
         "dataset.thinking=empty: has no effect when dataset.chat_template_kwargs.enable_thinking is true; remove one",
     ),

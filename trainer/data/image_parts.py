@@ -70,8 +70,7 @@ class ImageParts:
             )
         rest = iter(images)
         values = [next(rest) if value is None else value for value in self._values]
-        numbered = enumerate(values, start=1)
-        return tuple(encode_image(value, self._folder, f"{origin}, image {number}") for number, value in numbered)
+        return tuple(encode_image(value, self._folder, f"{origin}, image {i}") for i, value in enumerate(values, 1))
 
 
 def encode_image(value: Any, folder: Path | None, origin: str) -> bytes:

@@ -306,9 +306,8 @@ class Planner:
 
     def _estimate_layers(self, settings: LayerSettings, rows: int) -> dict[int, Layer]:
         if settings.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
-            short = (replace(settings, length=length) for length in (SHORT, 2 * SHORT))
+            single, double = (self._estimate_layers(replace(settings, length=n), rows) for n in (SHORT, 2 * SHORT))
             steps = settings.length / SHORT - 1
-            single, double = (self._estimate_layers(variant, rows) for variant in short)
             return {kind: layer.extrapolate(double[kind], steps) for kind, layer in single.items()}
         linear_from = count_rows_to_observe(self.shapes, settings)
         if rows <= linear_from:

@@ -101,8 +101,7 @@ def plan_for_machine(
         reason = error.reason if isinstance(error, NoEstimateError) else f"{type(error).__name__}: {error}"
         if has_auto:
             raise UserError(
-                f"zero.stage or training.batch_size=auto: the memory use of this model cannot be estimated ({reason}); "
-                "set both to numbers"
+                f"zero.stage or training.batch_size=auto: memory cannot be estimated ({reason}); set both to numbers"
             ) from None
         if config.training.gradient_checkpointing == "auto":
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})

@@ -115,10 +115,10 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     reason = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(get_full_shape(parameter)) in (2, 3)]
     linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    fix = "set lora.experts: true, or remove the entry"
     for name in lora.target_parameters:
         if matches_aliases(name, aliases):
             if not lora.experts:
-                fix = "set lora.experts: true, or remove the entry"
                 raise UserError(f"lora.target_parameters={name}: matches experts, but lora.experts is false; {fix}")
         elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
@@ -139,7 +139,6 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
                 raise UserError(f"lora.target_modules={name}: {reason}; list other layers, or use all-linear")
     for name in lora.target_modules if experts else ():
         if matches_aliases(name, aliases) and not lora.experts and "experts" in name.split("."):
-            fix = "set lora.experts: true, or remove the entry"
             raise UserError(f"lora.target_modules={name}: matches experts, but lora.experts is false; {fix}")
         if single := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             pattern = name[: single.start(1)] + "*" + name[single.end(1) :]

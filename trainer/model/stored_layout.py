@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.config import UserError
-from trainer.config.errors import format_count
+from trainer.config.errors import UserError, format_count
 from trainer.contract.known_versions import require
 
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of an MXFP4 tensor
