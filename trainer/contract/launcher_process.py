@@ -117,7 +117,7 @@ class LauncherWatch:
             threading.Thread(target=self._run, name="launcher watch", daemon=True).start()
 
     def watch_file(self, logs: Path, timeout_s: float) -> None:
-        """Treat a launcher outside this PID namespace as lost if its heartbeat file is unchanged for `timeout_s` s."""
+        """Treat a launcher not visible from here as lost if its heartbeat file is unchanged for `timeout_s` seconds."""
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
     def find_lost_launcher(self) -> str | None:
