@@ -26,7 +26,7 @@ def adapters(
     run, added = run.absolute(), list[dict[str, Any]]()
     changes = AdapterChanges.read(run)
     if changes is None:
-        raise UserError(f"{run}: is not a run with several adapters; pass the output_dir of such a run")
+        raise UserError(f"{run}: is not a run with several adapters; pass the output_dir of one")
     if action == "add":
         tree = parse_yaml(Path(target), read_text(Path(target))).tree
         added = tree.get("adapters") or [tree]
@@ -38,9 +38,9 @@ def adapters(
     known = [entry["name"] for entry in current]
     names = {str(entry.get("name")) for entry in added} or {target}
     if action == "add" and (taken := names & {*known}):
-        raise UserError(f"{target}: {run} already has an adapter {min(taken)}; use another name")
+        raise UserError(f"{target}: {run} already has an adapter named {min(taken)}; use another name")
     if action == "remove" and (target not in known or len(known) == 1):
-        problem = "the only one; stop the run instead" if target in known else f"unknown; use one of {', '.join(known)}"
+        problem = "the last one; stop the run instead" if target in known else f"unknown; use one of {', '.join(known)}"
         raise UserError(f"zerolora adapters remove {target}: {problem}")
     if action == "add":  # prepare only the new adapters: an active run replaces the other adapters' checkpoints
         load_config(path, [*settings, f"adapters={json.dumps(current + added)}"])

@@ -187,7 +187,7 @@ class Attempts:
         if ranks < self._full_size:
             say(
                 f"continuing with {ranks} of {self._full_size} ranks"
-                + f"; {restart.available} does not divide the batch of {total} samples" * (restart.available > ranks)
+                + f"; {restart.available} ranks cannot split the batch of {total} samples" * (restart.available > ranks)
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
             )
         # training.batch_size remains the upper bound for the micro-batch size.

@@ -107,7 +107,7 @@ def _submit_array(
     *, dry_run: bool,
 ) -> None:  # fmt: skip
     tasks = [str(task) for task, run in enumerate(runs) if run.exit_code is None]
-    _report_finished(runs)
+    _report_finished_runs(runs)
     if len(tasks) < len(runs) and not any(option.partition("=")[0] == "--array" for option in options):
         options += ["--array", ",".join(tasks)]
     if not tasks and not dry_run:
@@ -160,7 +160,7 @@ def combine_runs(
 ) -> list[SweepRun]:
     """Combine runs evenly into as few joint runs (`adapters`) as the estimated GPU memory allows."""
     waiting = [run for run in runs if run.exit_code is None]
-    _report_finished(runs)
+    _report_finished_runs(runs)
     if len(waiting) > 1:
         load_config(config, _combine_settings(waiting, fixed, folder))  # raises if a setting cannot differ per adapter
     if not dry_run:
@@ -173,7 +173,8 @@ def combine_runs(
         if not gpus or _fits_gpu(config, settings, gpus[0]):
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
-    say(f"training {len(waiting)} runs in {format_count(len(groups), 'run')} of up to {format_count(size, 'adapter')}")
+    joint = f"{format_count(len(groups), 'joint run')} of up to {format_count(size, 'adapter')}"
+    say(f"training {format_count(len(waiting), 'run')} as {joint}")
     return [SweepRun(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 
@@ -198,7 +199,7 @@ def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
         return True  # `zerolora train` checks the memory again
 
 
-def _report_finished(runs: Sequence[SweepRun]) -> None:
+def _report_finished_runs(runs: Sequence[SweepRun]) -> None:
     if finished := sum(run.exit_code == 0 for run in runs):
         say(f"{finished} of {len(runs)} runs are already finished")
 
@@ -210,7 +211,7 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
     if gpus_per_run is None or not gpus:
         return [()]
     if gpus_per_run > len(gpus):
-        raise UserError(f"--gpus-per-run {gpus_per_run}: this machine has only {len(gpus)}; use {len(gpus)} or fewer")
+        raise UserError(f"--gpus-per-run {gpus_per_run}: only {format_count(len(gpus), 'GPU')} found here; use fewer")
     return [gpus[first : first + gpus_per_run] for first in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
 
 
@@ -226,7 +227,7 @@ def train_runs(
     """Start runs as GPUs become free, until all have finished; if interrupted, stop the active runs."""
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
-    _report_finished(runs)
+    _report_finished_runs(runs)
     tie_children_to_this_process()
     free = list(slots)
     running: list[SweepRun] = []

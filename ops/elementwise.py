@@ -147,7 +147,7 @@ def _allocate_heads(x: Tensor) -> Tensor:
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
     if weight.dim() != 1 or x.dim() < 1 or weight.shape[0] != x.shape[-1]:
-        raise ValueError(f"weight {tuple(weight.shape)} for x {tuple(x.shape)}: expected [D] and [..., D]")
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}: expected [D] and [..., D]")
     _check_match(same_shape=False, x=x, weight=weight)
 
 

@@ -157,7 +157,7 @@ def experts_mlp(
     shape = [gate_up.experts, down.cols, gate_up.cols, gate_up.block, gate_up.nested_block]
     if (gate_up.rows, down.rows, down.experts) != (2 * down.cols, gate_up.cols, gate_up.experts):
         raise ValueError(
-            f"gate_up [{gate_up.experts}, {gate_up.rows}, {gate_up.cols}], down [{down.experts}, {down.rows},"
+            f"gate_up has shape [{gate_up.experts}, {gate_up.rows}, {gate_up.cols}], down [{down.experts}, {down.rows},"
             f" {down.cols}]: expected [E, 2I, H] and [E, H, I]"
         )
     packed = {"nf4", "eight_bit"} & {gate_up.storage, down.storage}
@@ -196,10 +196,10 @@ def check_arguments(  # type: ignore[no-untyped-def]
 ) -> None:
     E, inner, H = shape[:3]
     if x.dim() != 2 or x.shape[1] != H:
-        raise ValueError(f"hidden {tuple(x.shape)} for experts of width {H}: expected [T, {H}]")
+        raise ValueError(f"hidden states have shape {tuple(x.shape)}, but the experts expect [T, {H}]")
     if index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
-        shapes = f"top_k_index {tuple(index.shape)}, top_k_weights {tuple(weights.shape)}"
-        raise ValueError(f"{shapes} for hidden {tuple(x.shape)}: expected both as [T, K]")
+        shapes = f"top_k_index has shape {tuple(index.shape)}, top_k_weights {tuple(weights.shape)}"
+        raise ValueError(f"{shapes}, hidden {tuple(x.shape)}: expected [T, K], [T, K] and [T, H]")
     if not 0.0 <= scalars[2] < 1.0:
         raise ValueError(f"dropout={scalars[2]}: must lie in [0, 1)")
     if scalars[2] > 0.0 and seed is None:
@@ -213,7 +213,7 @@ def check_arguments(  # type: ignore[no-untyped-def]
         rank = a.shape[1] if a.dim() == 3 else 0
         if tuple(a.shape) != (E, rank, D) or tuple(b.shape) != (E, out, rank):
             raise ValueError(
-                f"adapter of {name}: A {tuple(a.shape)}, B {tuple(b.shape)}; expected [{E}, R, {D}] and [{E}, {out}, R]"
+                f"adapter of {name}: A is {tuple(a.shape)}, B {tuple(b.shape)}; expected [{E}, R, {D}], [{E}, {out}, R]"
             )
         if not 1 <= rank <= lora.MAX_RANK:
             raise ValueError(f"r={rank}: must be 1 to {lora.MAX_RANK}")

@@ -35,7 +35,7 @@ def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[
             raise ValueError(f"experts are {weight.dtype}, hidden is {dtype}: convert one of them")
     if tuple(weight.shape) != (E, rows, cols):
         raise ValueError(
-            f"experts {tuple(weight.shape)}: expected [{E}, {rows}, {cols}]; under ZeRO-3 gather the parameter first"
+            f"experts are {tuple(weight.shape)}, not [{E}, {rows}, {cols}]; with ZeRO-3, gather the parameter first"
         )
     return weight
 
@@ -46,7 +46,7 @@ def check_packed(packed: Tensor, E: int, rows: int, cols: int) -> None:
     if size * 2 < E * rows * cols:
         raise ValueError(
             f"packed experts have {size} bytes, but [{E}, {rows}, {cols}] needs {E * rows * cols // 2};"
-            " under ZeRO-3 gather the parameter first"
+            " with ZeRO-3, gather the parameter first"
         )
 
 

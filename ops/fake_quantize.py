@@ -26,7 +26,7 @@ ELEMENTS_AT_ONCE = 1 << 23
 """Maximum number of weight elements quantized at once: their fp32 copies need several times the memory."""
 
 
-def quantize_merged(
+def quantize_merged_weight(
     weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize
 ) -> tuple[Tensor, Tensor]:
     """Return the integers [O,I] and scales [O,G] of Q(W + s B A), exactly as the layer uses them."""

@@ -69,7 +69,7 @@ def view_sections(packed: Tensor, sections: Sections) -> dict[str, Tensor]:
     begins, size = place_sections(sections)
     if packed.numel() != size:
         raise ValueError(
-            f"packed weight of {packed.numel()} bytes: expected {size}; under ZeRO-3 gather the parameter first"
+            f"packed weight has {packed.numel()} bytes: expected {size}; with ZeRO-3, gather the parameter first"
         )
     return {
         name: packed.narrow(0, begins[name], prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -60,7 +60,7 @@ class LossKind:
         return self.parameter if self.name == "label_smoothing" else 0.0
 
     def summarize_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
-        """Return the statistic of the logits [C] that `weigh` needs; None if it needs none."""
+        """Return the statistic of the logits [C] that `apply_weighting` needs; None if it needs none."""
         if self.name == "eaft":
             top = logits_CV.topk(min(EAFT_TOKENS, logits_CV.shape[1])).values.float()
             return torch.special.entr(top.softmax(1)).sum(1).div_(EAFT_NATS).pow_(self.parameter)
@@ -69,7 +69,7 @@ class LossKind:
             return (chosen - logits_CV.mean(1, dtype=torch.float32)).masked_fill_(targets < 0, 0.0)
         return None
 
-    def weigh(self, nll: Tensor, statistic: Tensor | None) -> tuple[Tensor, Tensor]:
+    def apply_weighting(self, nll: Tensor, statistic: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the losses [C], and their derivatives with respect to `nll`."""
         p = torch.exp(-nll)
         if self.name == "dft":
@@ -106,7 +106,7 @@ def sum_token_losses(
     two_d = hidden.dim() == 2 and weight.dim() == 2
     if not two_d or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
+            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
             "expected [K, H], [V, H] and [K]"
         )
     if weight.requires_grad:
@@ -127,7 +127,7 @@ def sum_token_losses_from_logits(
     )
     plain = nll.detach()
     statistic = None if kind.smoothing else kind.summarize_logits(logits_KV.detach(), targets)
-    losses, slopes = kind.weigh(plain, statistic)
+    losses, slopes = kind.apply_weighting(plain, statistic)
     if token_weights is not None:
         losses, slopes = losses * token_weights, slopes * token_weights
     return (losses + slopes * (nll - plain)).sum()
@@ -293,8 +293,8 @@ def sum_divergences(
     """
     if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, base_hidden {tuple(base_hidden.shape)}, weight {tuple(weight.shape)}: "
-            "expected [K, H], [K, H] and [V, H]"
+            f"hidden has shape {tuple(hidden.shape)}, base_hidden {tuple(base_hidden.shape)}, weight "
+            f"{tuple(weight.shape)}: expected [K, H], [K, H] and [V, H]"
         )
     if weight.requires_grad or base_hidden.requires_grad:
         raise ValueError("the head or base_hidden requires a gradient: the divergence does not compute it; freeze it")
@@ -369,7 +369,7 @@ def _compute_chunk(
         _compute_cross_entropy_in_torch(logits_CV, targets, losses, scale)
     if kind == NLL and weights is None:
         return
-    values, slopes = kind.weigh(losses, statistic)
+    values, slopes = kind.apply_weighting(losses, statistic)
     if scale is not None and kind.smoothing:
         # The target is (1 - a) onehot + a / V.
         spread = kind.smoothing * scale * (targets >= 0)

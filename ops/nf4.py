@@ -62,9 +62,9 @@ def _pack_arguments(x: Tensor, weights: Sequence[Nf4Weight]) -> tuple[Any, ...]:
     first = weights[0]
     for weight in weights:
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:
-            actual = f"packed weight [{weight.rows}, {weight.cols}] on {weight.packed.device}"
+            actual = f"packed weight has shape [{weight.rows}, {weight.cols}] on {weight.packed.device}"
             raise ValueError(
-                f"{actual} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] on its device"
+                f"{actual}, but x has shape {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] on its device"
             )
         if weight is not first and weight.layout() != first.layout():
             raise ValueError("weights are quantized with different block sizes: call the operator for each separately")

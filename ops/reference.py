@@ -99,8 +99,8 @@ def dequantize_nf4(
     size = packed.numel() * packed.element_size()
     if size * 2 < rows * cols:
         raise ValueError(
-            f"packed weight of {size} bytes for [{rows}, {cols}]: expected {(rows * cols + 1) // 2};"
-            " under ZeRO-3 gather the parameter first"
+            f"packed weight has {size} bytes, but [{rows}, {cols}] needs {(rows * cols + 1) // 2};"
+            " with ZeRO-3, gather the parameter first"
         )
     absmax, code = state[0], state[1]
     if len(state) == 5:

@@ -26,17 +26,17 @@ class Seeds:
         return _override_draw(lambda _, __: next(recorded))
 
     def _draw_and_record(self, device: torch.device, count: int) -> Tensor:
-        self._drawn.append(_draw_new(device, count))
+        self._drawn.append(_draw_new_seeds(device, count))
         return self._drawn[-1]
 
 
-def _draw_new(device: torch.device, count: int) -> Tensor:
+def _draw_new_seeds(device: torch.device, count: int) -> Tensor:
     return torch.randint(0, 2**62, (count,), device=device)
 
 
 @contextmanager
 def _override_draw(draw: Callable[[torch.device, int], Tensor]) -> Iterator[None]:
-    before, _LOCAL.draw = getattr(_LOCAL, "draw", _draw_new), draw
+    before, _LOCAL.draw = getattr(_LOCAL, "draw", _draw_new_seeds), draw
     try:
         yield
     finally:
@@ -50,4 +50,4 @@ def draw_seed(x: Tensor, p: float, count: int = 1) -> Tensor | None:
     """
     if p == 0.0:
         return None
-    return getattr(_LOCAL, "draw", _draw_new)(x.device, count)
+    return getattr(_LOCAL, "draw", _draw_new_seeds)(x.device, count)

@@ -66,7 +66,7 @@ class Evaluation:
                 "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
                 "samples, or use training.precision: bf16 instead of fp16"
             )
-        return loss, self._loss.values(training=False) or self._task.compute_loss_metrics(loss)
+        return loss, self._loss.pop_metrics(training=False) or self._task.compute_loss_metrics(loss)
 
     def compute_held_out_loss(self) -> float:
         """Return the held-out loss in nats per target token; a collective call."""

@@ -182,7 +182,7 @@ class Loop:
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
     def _finish_step(self) -> None:
-        """Wait for the step in flight, if there is one, and report it; called before the next update at the latest."""
+        """Wait for the step in flight, if there is one, and report it. Must be called before the next update."""
         if self._in_flight is None:
             return
         (step, launched, metrics), self._in_flight = self._in_flight, None
@@ -236,7 +236,7 @@ class Loop:
         finished = FinishedStep(step, result.loss, result.grad_norm, seconds, is_logged)
         # All ranks must call the hooks, since some of them sum over ranks.
         measured = [hook.after_step(finished) for hook in self._hooks]
-        measured += [context.loss.values()] if is_logged else []
+        measured += [context.loss.pop_metrics()] if is_logged else []
         if self._reporter is None:
             return
         values = {

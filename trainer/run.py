@@ -116,7 +116,7 @@ class Run:
         """Restore the checkpoint, write the run's record, evaluate, and build the loop."""
         self._engine, model = engine, engine.module
         position = self.position = self._restore(engine)
-        best, has_held_out = self.config.training.compared_metric, self.prepared.data.evaluation is not None
+        best, has_held_out = self.config.training.monitored_metric, self.prepared.data.evaluation is not None
         measured = {"has_held_out": has_held_out, "has_scores": self.config.evaluation.has_scores}
         self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.say, best=best, **measured)
         self.steering = self._start_steering(engine, position)
@@ -164,7 +164,7 @@ class Run:
         finally:
             timer.cancel()
         self.say.print_always(summary)
-        for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.format_lines()):
+        for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.format_summary()):
             (self.say.print_always if str(line).startswith("train: ") else self.say)(line)
         return model
 

@@ -75,7 +75,7 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         if options.forgetting is not None:
             check_readable(options.forgetting)
         for line in [
-            *stats.format_lines(),
+            *stats.format_summary(),
             *([] if "kl" in options.measures else [describe_scale(config, stats.target_tokens)]),
         ]:
             console.print(line)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from launcher.importing.translation import ForeignConfig, Translation
 from launcher.supervision.terminal import say
-from trainer.config.errors import UserError, UserErrors
+from trainer.config.errors import UserError, UserErrors, format_count
 from trainer.config.load import load_text, recognize_trainer
 from trainer.config.needs import find_unused_settings
 from trainer.config.sections import RunConfig
@@ -51,7 +51,8 @@ def import_(
         return
     write_text_atomic(target, text)
     count, notes = len(translation.settings), len(translation.different) + len(translation.left_out)
-    say(f"{output}: {count} settings, {notes} notes at the top. Next: zerolora validate {output}")
+    written = f"{format_count(count, 'setting')} to {output}, with {format_count(notes, 'note')} at the top of the file"
+    say(f"wrote {written}. Next: zerolora validate {output}")
 
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
@@ -103,7 +104,7 @@ def read_foreign(path: Path, dataset_dir: Path | None) -> ForeignConfig:
         raise UserError(f"--dataset-dir {dataset_dir}: not supported for Axolotl; remove the option")
     if trainer is None:
         problem = f"not a configuration file for {', '.join(TRANSLATORS)}"
-        raise UserError(f"{path}: {problem}; use `zerolora train` for zerolora's")
+        raise UserError(f"{path}: {problem}; to use a zerolora configuration, run `zerolora train`")
     if trainer not in TRANSLATORS:
         fix = "import the command line that uses it, such as accelerate launch ..."
         raise UserError(f"{path}: configuration for {trainer}; {fix}")

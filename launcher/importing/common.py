@@ -240,7 +240,7 @@ def set_distribution(t: Translation) -> None:
         name = "fsdp" if options is None else "fsdp_config"
         if isinstance(options, str):
             if t.foreign.find(options) is None:
-                t.reject(name, "no such file; copy it here, or write its keys below fsdp_config")
+                t.reject(name, "no such file; copy it here, or nest its keys under fsdp_config")
             options = read_file(t, name, options, SHARDING_CONFIG["fsdp_config"])
         set_fsdp(t, name, options or {})
     if (value := t.get("deepspeed")) is not None:

@@ -212,7 +212,7 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove settings with these prefixes, which have no effect; still report an error for negative numbers."""
+        """Remove settings that have no effect, by prefix. Negative values are still reported as errors."""
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:

@@ -88,7 +88,7 @@ class FailureEvidence:
         rank = self._find_root_rank(ranks_with_error)
         if rank is None or not (_was_killed(self.exits[rank]) or rank in ranks_with_error):
             if self.lost:
-                return self._report_lost(beats)
+                return self._report_lost_host(beats)
             rank = None if self.launcher_failed else rank
         status = self._find_status(rank)
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
@@ -112,7 +112,7 @@ class FailureEvidence:
         say(f"full log: {log}")
         return FailureSummary(status, reason, rank, is_user_error=rank in {error.rank for error in mistakes})
 
-    def _report_lost(self, beats: Mapping[int, Heartbeat]) -> FailureSummary:
+    def _report_lost_host(self, beats: Mapping[int, Heartbeat]) -> FailureSummary:
         host, evidence = next(iter(self.lost.items()))
         ranks = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
         position = f" (rank {ranks[0]} there: {beats[ranks[0]].describe_position()})" if ranks else ""

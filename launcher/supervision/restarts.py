@@ -144,7 +144,7 @@ class Restarts:
             )
             return False
         if self._restarts == self._max_restarts:
-            say(f"not restarted: training.max_restarts={self._max_restarts} is reached")
+            say(f"not restarted: training.max_restarts={self._max_restarts} has been reached")
             return False
         return result.has_completed_step or self._try_exclude(result)
 
@@ -152,7 +152,7 @@ class Restarts:
         """Exclude the failed host or GPU, if an earlier attempt completed a step; return whether it was excluded."""
         excluded = self._exclude(result) if self._exclude is not None and self._has_trained else None
         if excluded is None:
-            say("not restarted: no step was completed since the ranks were started")
+            say("not restarted: no step has completed since the ranks were started")
         else:
             say(f"{excluded} is excluded: it failed again before completing a step")
         return excluded is not None

@@ -51,12 +51,12 @@ class ConsoleFile:
         ending = False
         while True:
             with suppress(OSError):  # the file server does not respond; try again later
-                self._show_new()
+                self._show_new_output()
             if ending:
                 return
             ending = self._ended.wait(FOLLOW_S)
 
-    def _show_new(self) -> None:
+    def _show_new_output(self) -> None:
         # Open the file each time, because an open file becomes unusable when its folder is remounted.
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._shown)

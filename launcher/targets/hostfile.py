@@ -55,7 +55,7 @@ def choose_slots(
 ) -> Slots:
     """Return the slots that pass the filters. Raises UserError for unknown hosts or GPUs, and if no slot passes."""
     if include is not None and exclude is not None:
-        raise UserError("--include with --exclude: cannot be combined; remove one")
+        raise UserError("--include and --exclude cannot be combined; remove one")
     if include is not None:
         chosen = _parse_filter("--include", include, slots)
         slots = {host: chosen[host] for host in slots if host in chosen}

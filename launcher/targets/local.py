@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError, format_count
 from trainer.config.files import read_text
 from trainer.contract.default_ranks import CPU_RANKS
 from trainer.contract.whole_files import write_text_atomic
@@ -99,7 +99,7 @@ def build_local_command(
     if num_gpus is not None and num_gpus < 1:
         raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
     if gpus and num_gpus is not None and num_gpus > len(gpus):
-        raise UserError(f"--num-gpus {num_gpus}: this machine has only {len(gpus)} GPUs; remove the option to use all")
+        raise UserError(f"--num-gpus {num_gpus}: only {format_count(len(gpus), 'GPU')} found; remove it to use all")
     cores = len(os.sched_getaffinity(0))
     if not gpus and num_gpus is not None and num_gpus > max(cores, CPU_RANKS):
         raise UserError(

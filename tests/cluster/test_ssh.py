@@ -94,7 +94,7 @@ def test_a_lost_host_is_excluded_and_the_global_batch_stays(
         start_sshd(hosts, "n2", Path(ssh["PATH"].split(":")[0]).parent)
     assert process.returncode == 0, out
     assert "not reachable by ssh: n2" in out, out
-    assert "continuing with 2 of 4 ranks; 3 does not divide the batch of 8 samples" in out, out
+    assert "continuing with 2 of 4 ranks; 3 ranks cannot split the batch of 8 samples" in out, out
     assert losses(run) == pytest.approx(reference, abs=1e-5)
 
 

@@ -12,7 +12,7 @@ from tests.unit.test_packing_probe import LLAMA, model_of
 from tests.unit.test_shared_prompts import pair
 from trainer.data.batches import collate_samples
 from trainer.data.samples import join_samples
-from trainer.data.shared_prompts import build_shared_keys
+from trainer.data.shared_prompts import build_shared_key_arguments
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import VARLEN, use_varlen, varlen_attention
 from trainer.patches.packing_probe import share_prompt_keys
@@ -34,7 +34,7 @@ def test_flash_attention_reads_the_keys_of_the_prompt(window: int | None) -> Non
     grad = torch.randn(1, tokens, 8, 128, device=CUDA, generator=generator)
     keys = {
         key: value.cuda() if torch.is_tensor(value) else value
-        for key, value in build_shared_keys(lengths, shared).items()
+        for key, value in build_shared_key_arguments(lengths, shared).items()
     }
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 

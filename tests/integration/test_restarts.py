@@ -100,7 +100,7 @@ def test_rank_and_step_of_a_non_finite_loss_are_named(workplace: Path) -> None:
 def test_a_non_finite_first_loss_is_not_counted_as_a_step(workplace: Path) -> None:
     code, seen = train(workplace, "nan-first", f"1:nan@loss:1;{LATE}", once=False)
     assert code == 1, seen
-    assert "the run failed: rank 1 on " in seen and "not restarted: no step was completed" in seen, seen
+    assert "the run failed: rank 1 on " in seen and "not restarted: no step has completed" in seen, seen
 
 
 @pytest.mark.nightly

@@ -145,7 +145,7 @@ def test_bad_inputs_name_their_values() -> None:
     problem = make(5, 2, 3, 8, 4, 2)
     args = problem.index, problem.weights, problem.frozen(), problem.adapter()
     a, b = problem.gate_up_factors
-    with pytest.raises(ValueError, match=r"hidden \(5, 6\) for experts of width 8"):
+    with pytest.raises(ValueError, match=r"hidden states have shape \(5, 6\), but the experts expect \[T, 8\]"):
         experts_mlp(problem.hidden[:, :6], *args)
     with pytest.raises(ValueError, match="one factor"):
         experts_mlp(problem.hidden, *args[:3], ExpertAdapter(gate_up_down=problem.gate_up_factors[0]))

@@ -355,7 +355,7 @@ def test_a_chat_longer_than_the_context_continues(
     assert chat.main([str(run_dir), "--max-new-tokens", "8"]) == 0
     err = capsys.readouterr().err
     assert len(seen) == 3 and "first" in seen[0] and "first" not in seen[1] and "second" in seen[2]
-    assert "no longer fit" in err and "shorten the turn" in err
+    assert "no longer fit" in err and "shorten it" in err
 
 
 def test_a_system_prompt_is_refused_where_prompts_are_continued_as_typed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from trainer.checkpoint.finished_run import FinishedRun, find_run, load_saved_to
 from trainer.commands.atomic_output import check_output
 from trainer.commands.export.__main__ import export
 from trainer.commands.merge import main
-from trainer.commands.merged_model import check_saved, merge
+from trainer.commands.merged_model import merge, verify_saved_weights
 from trainer.config import UserError
 from trainer.model.saved_adapter import parse_scale
 
@@ -98,16 +98,16 @@ def test_what_the_disk_spoils_is_found(tmp_path: Path) -> None:
     run = find_run(make_run(tmp_path))
     output = merge(run, tmp_path / "merged")
     model = AutoModelForCausalLM.from_pretrained(output)
-    check_saved(model, output)
+    verify_saved_weights(model, output)
     file = output / "model.safetensors"
     whole = load_file(file)
     spoiled = {name: value + (name == "model.norm.weight") for name, value in whole.items()}
     save_file(spoiled, file, metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight differs from the merged weight"):
-        check_saved(model, output)
+        verify_saved_weights(model, output)
     save_file({name: value for name, value in whole.items() if "norm" in name}, file, metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match=r"has [0-9,]+ of the model's [0-9,]+ weights"):
-        check_saved(model, output)
+        verify_saved_weights(model, output)
 
 
 def test_an_empty_folder_is_free_for_output(tmp_path: Path) -> None:

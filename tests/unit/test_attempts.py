@@ -102,7 +102,7 @@ def test_an_elastic_run_continues_without_a_lost_gpu(machine: Machine, capfd: py
     assert machine.train(fails(5, 1, 7, 2), ends(6), elastic=True) == 0
     reported = capfd.readouterr().err
     assert "the driver no longer lists GPU 2" in reported
-    assert "continuing with 4 of 6 ranks; 5 does not divide the batch of 12 samples;" in reported
+    assert "continuing with 4 of 6 ranks; 5 ranks cannot split the batch of 12 samples;" in reported
     # What comes after it has another number now.
     assert machine.gpus(1) == list("0123") and machine.settings(1) == RESUMES | SAME_BATCH
     assert [restart.ranks for restart in read_restarts(machine.folder)] == [6]

@@ -53,7 +53,7 @@ def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokeni
     assert [len(sample.input_ids) for sample in kept] == [lengths[0], lengths[2]]
     if not streaming:
         assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
-        assert f"2 longer than {limit} tokens dropped" in " ".join(left.stats.format_lines())
+        assert f"2 longer than {limit} tokens dropped" in " ".join(left.stats.format_summary())
         with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset are longer.*too_long: cut"):
             prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
 
@@ -103,7 +103,7 @@ def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase
     assert stats.tokens == sum(len(sample.input_ids) for sample in count_samples(data))
     assert stats.target_tokens == sum(sum(sample.loss_weights) for sample in count_samples(data)) > 0
     assert stats.trained_fraction == stats.target_tokens / stats.tokens
-    assert stats.format_lines()[0] == "dataset: format messages (found by the field messages)"
+    assert stats.format_summary()[0] == "dataset: format messages (found by the field messages)"
 
 
 def test_long_documents_are_cut_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -113,7 +113,7 @@ def test_long_documents_are_cut_and_counted(tokenizer: PreTrainedTokenizerBase) 
     left = [sample for sample in longer if any(sample.loss_weights[1:30])]
     assert 0 < len(left) < len(longer) < 30
     assert cut.stats.truncated == len(left) and cut.stats.dropped == len(longer) - len(left)
-    assert f"{len(left)} cut to 30 tokens; {len(longer) - len(left)} dropped" in cut.stats.format_lines()[1]
+    assert f"{len(left)} cut to 30 tokens; {len(longer) - len(left)} dropped" in cut.stats.format_summary()[1]
     kept = [sample for sample in count_samples(whole) if any(sample.loss_weights[1:30])]
     assert [sample.input_ids for sample in count_samples(cut)] == [sample.input_ids[:30] for sample in kept]
 
@@ -142,7 +142,7 @@ def test_held_out_records_are_no_others(tokenizer: PreTrainedTokenizerBase) -> N
     assert len(train) == 40 and len(held_out) == 10
     assert sorted(train + held_out) == sorted(f"{line}<|im_end|>" for line in lines)
     assert data.stats.evaluation is not None and data.stats.evaluation.records == 10
-    assert data.stats.format_lines()[-1].startswith("held out: 10 documents")
+    assert data.stats.format_summary()[-1].startswith("held out: 10 documents")
     assert texts(tokenizer, prepared(tokenizer, path="a.jsonl", val_split=0.2, seed=1).evaluation) != held_out
     # The same records, whatever is then made of them.
     shorter = prepared(tokenizer, path="a.jsonl", val_split=0.2, max_length=5)
@@ -318,7 +318,7 @@ def test_a_stream_with_an_evaluation_of_its_own(tokenizer: PreTrainedTokenizerBa
     write_texts("b.jsonl", "three")
     data = prepared(tokenizer, path="a.jsonl", streaming=True, shuffle=False, evaluation={"path": "b.jsonl"})
     assert texts(tokenizer, data.evaluation) == ["three<|im_end|>"]
-    assert data.stats.format_lines()[0] == "dataset: streamed from a.jsonl"
+    assert data.stats.format_summary()[0] == "dataset: streamed from a.jsonl"
 
 
 def chats(*pairs: tuple[str, str]) -> str:

@@ -43,7 +43,8 @@ def test_empty_answers(tokenizer: PreTrainedTokenizerBase, write: Any) -> None:
     write("a.jsonl", *["red"] * 98, "", "\n")
     assert "2 of 100 answers are empty; they teach the model not to answer" in stats_of(tokenizer).list_warnings()
     assert (
-        "warning: 2 of 100 answers are empty; they teach the model not to answer" in stats_of(tokenizer).format_lines()
+        "warning: 2 of 100 answers are empty; they teach the model not to answer"
+        in stats_of(tokenizer).format_summary()
     )
     write("a.jsonl", "", " ", "")
     with pytest.raises(UserError, match=r"dataset.path=a.jsonl: all 3 answers are empty; check the records"):
@@ -67,11 +68,11 @@ def test_what_the_template_leaves_out_is_counted(tokenizer: PreTrainedTokenizerB
     inline = {"role": "assistant", "content": "<think>Hm.</think>blue"}
     talks = [[ask, thought], [ask, inline], [ask, thought, ask, thought], [ask, inline, ask, inline]]
     Path("a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    lines = stats_of(tokenizer).format_lines()  # ChatML writes what is in the content, and no field but that
+    lines = stats_of(tokenizer).format_summary()  # ChatML writes what is in the content, and no field but that
     assert [line for line in lines if line.startswith("warning: dataset: 2 of 4 records have reasoning")]
-    lines = stats_of(tokenizer, chat_template=THINKING).format_lines()  # only that of the last answer, from its field
+    lines = stats_of(tokenizer, chat_template=THINKING).format_summary()  # only that of the last answer, from its field
     assert [line for line in lines if line.startswith("warning: dataset: 3 of 4 records have reasoning")]
-    assert "reasoning" not in str(stats_of(tokenizer, chat_template=THINKING, max_samples=1).format_lines())
+    assert "reasoning" not in str(stats_of(tokenizer, chat_template=THINKING, max_samples=1).format_summary())
 
 
 def test_nulls_are_padding_in_arrow_alone(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -121,9 +122,9 @@ def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (1e-9, r"dataset.mix.0.weight=1e-09: selects none of 3 records; use 0.3 or more, or remove the source"),
-        (0.1, r"dataset.mix.0.weight=0.1: selects none of 3 records; use 0.3 or more"),
-        (1e6, r"dataset.mix.0.weight=1e\+06: would repeat each of 3 records 1e\+06 times; use 1000 or less"),
+        (1e-9, r"dataset.mix.0.weight=1e-09: selects none of the 3 records; use 0.3 or more, or remove the source"),
+        (0.1, r"dataset.mix.0.weight=0.1: selects none of the 3 records; use 0.3 or more"),
+        (1e6, r"dataset.mix.0.weight=1e\+06: would repeat each of the 3 records 1e\+06 times; use 1000 or less"),
     ],
 )
 def test_weights_without_measure(tokenizer: PreTrainedTokenizerBase, weight: float, message: str) -> None:

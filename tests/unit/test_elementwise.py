@@ -68,7 +68,7 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     model = build(architecture, monkeypatch, **settings)
     loss, gradients = loss_and_gradients(adapted(copy.deepcopy(model)))
     replaced = replace_elementwise(model, recompute="activations")
-    assert (replaced.norms, replaced.mlps, len(replaced.functions)) == (norms, mlps, 1), replaced.format_summary()
+    assert (replaced.norm_count, replaced.mlp_count, len(replaced.functions)) == (norms, mlps, 1)
     model = adapted(model)
     assert install_input_recomputation(model) == sum("lora_A" in name for name in gradients)
     again, others = loss_and_gradients(model)
@@ -100,7 +100,7 @@ def test_an_mlp_with_multipliers_computes_the_same(multipliers):
     model, x = nn.Sequential(FalconH1MLP(config)), torch.randn(3, 16, requires_grad=True)
     y = model(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x)
-    assert replace_elementwise(model).mlps == 1
+    assert replace_elementwise(model).mlp_count == 1
     again = model(x)
     torch.testing.assert_close(again, y, rtol=2.5e-7, atol=1e-8)
     torch.testing.assert_close(torch.autograd.grad(again.square().sum(), x)[0], grad, rtol=5e-6, atol=1e-8)
@@ -132,7 +132,7 @@ def test_what_computes_something_else_keeps_its_own_forward():
     _OtherNorm.__name__ = "OtherRMSNorm"
     model = nn.Sequential(_OtherNorm(), _ScaledMLP())
     replaced = replace_elementwise(model)
-    assert not replaced.norms and not replaced.mlps
+    assert not replaced.norm_count and not replaced.mlp_count
     assert [name for name, _ in replaced.rejected] == ["OtherRMSNorm", "_ScaledMLP"]
     assert "differs from our operator" in replaced.rejected[0][1] and "more than project" in replaced.rejected[1][1]
     assert all(replaced.find_reasons().values())
@@ -154,6 +154,6 @@ def test_a_copy_of_a_norm_uses_its_own_weight(monkeypatch):
 
 def test_trained_norms_stay_the_models_own(monkeypatch):
     replaced = replace_elementwise(build("llama", monkeypatch), frozen_norms=False)
-    assert replaced.norms == 0 and replaced.mlps == 2
+    assert replaced.norm_count == 0 and replaced.mlp_count == 2
     assert [part for part, reason in replaced.find_reasons().items() if not reason] == ["swiglu", "rope"]
     assert "5 x LlamaRMSNorm: the weight is trained" in replaced.format_summary()[1]

@@ -72,7 +72,7 @@ def test_filters(filters: dict[str, object], chosen: dict[str, list[int]]) -> No
 @pytest.mark.parametrize(
     ("filters", "complaint"),
     [
-        ({"include": "a", "exclude": "b"}, "--include with --exclude"),
+        ({"include": "a", "exclude": "b"}, "--include and --exclude cannot be combined"),
         ({"include": "d"}, "--include d: d must be one of a, b, c"),
         ({"include": "a:7"}, "a has no slot '7'"),
         ({"include": "a:x"}, "a has no slot 'x'"),

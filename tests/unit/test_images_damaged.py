@@ -190,7 +190,7 @@ def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -
     data = f"dataset={{path: {folder}, cache_dir: {tmp_path / 'cache'}, val_split: 0.001}}"
     found = prepare(run_config(whole.parent, data)).data
     assert len(found.evaluation) == 1 and len(found.train) == 3, "a part that rounds to nothing holds one out"
-    lines = [line for line in found.stats.format_lines() if line.startswith("warning: ")]
+    lines = [line for line in found.stats.format_summary() if line.startswith("warning: ")]
     said = ("1 with .heic", "1 of 4 images have an alpha channel", "an empty caption", "smaller than", "77 tokens")
     assert [part in line for part, line in zip(said, lines, strict=True)] == [True] * 5, lines
 

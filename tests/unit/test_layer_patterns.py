@@ -45,7 +45,7 @@ def test_a_comma_within_brackets_belongs_to_an_expression(given: Any, expected: 
         ("lora.rank_pattern={'*x': 4}", "lora.rank_pattern.*not a valid regular expression"),
         ("lora.rank_pattern={q_proj: 0}", "lora.rank_pattern"),
         ("lora.alpha_pattern={q_proj: many}", "lora.alpha_pattern"),
-        ("lora.rank_pattern={q_proj: 4} lora.adapter_path=a", "lora.rank_pattern={q_proj: 4}: only for a new adapter"),
+        ("lora.rank_pattern={q_proj: 4} lora.adapter_path=a", "lora.rank_pattern={q_proj: 4}: only applies to a new"),
     ],
 )
 def test_what_is_no_pattern_is_refused(setting: str, words: str, tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def predicted(name: str, work: MicroStep, seen: Activations) -> int:
     layers have none, and the embedding is made to want a gradient.
     """
     shapes = shapes_of(name)
-    of_logits = shapes.vocabulary * (FP32 + (work.element if shapes.properties.caps else 0))
-    kept = seen.kept + work.tokens * (shapes.hidden * work.element if work.fused_loss else of_logits)
+    of_logits = shapes.vocabulary * (FP32 + (work.element_size if shapes.properties.caps else 0))
+    kept = seen.kept + work.tokens * (shapes.hidden * work.element_size if work.fused_loss else of_logits)
     outside = NORMS_OUTSIDE.get(name, 1) * work.tokens * (shapes.hidden + 1) * FP32
     return kept + (outside if work.training.gradient_checkpointing == "non_reentrant" else 0)
 

@@ -24,7 +24,7 @@ from trainer.memory.bytes import (
     trained_weight_bytes,
 )
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.observed import Kernels, observe_layers
+from trainer.memory.observed import LayerSettings, observe_layers
 from trainer.memory.stored_weights import (
     ModelShapes,
     Placement,
@@ -63,8 +63,8 @@ def shapes_of(name: str, rank: int = 8, target: str = "all-linear") -> ModelShap
 
 
 def work(**changes: Any) -> MicroStep:
-    """Two rows without a GPU's kernels, except for the fused operators; fields of MicroStep and Kernels can change."""
-    kernels: dict[str, Any] = {
+    """Two rows without a GPU's kernels, except the fused operators; `changes` to MicroStep and LayerSettings."""
+    settings: dict[str, Any] = {
         "length": LENGTH,
         "dtype": torch.float32,
         "attention": "sdpa",
@@ -83,12 +83,12 @@ def work(**changes: Any) -> MicroStep:
         "is_8bit": False,
         "scan_by_kernel": False,
     }
-    kernels |= {name: changes.pop(name) for name in kernels.keys() & changes.keys()}
+    settings |= {name: changes.pop(name) for name in settings.keys() & changes.keys()}
     settings = {
         "rows": ROWS,
-        "targets": kernels["length"],
-        "kernels": Kernels(**kernels),
-        "own_norms": kernels["elementwise"],
+        "targets": settings["length"],
+        "settings": LayerSettings(**settings),
+        "own_norms": settings["elementwise"],
         "fused_loss": True,
     }
     given = {name: changes.pop(name) for name in changes.keys() & TrainingSection.model_fields}
@@ -97,8 +97,8 @@ def work(**changes: Any) -> MicroStep:
 
 
 def seen(shapes: ModelShapes, step: MicroStep) -> Activations:
-    plain = replace(step.kernels, recomputed="none", selective=False)
-    kept, whole = (observe_layers(shapes, kernels, step.rows) for kernels in (step.kernels, plain))
+    plain = replace(step.settings, recomputed="none", selective=False)
+    kept, whole = (observe_layers(shapes, settings, step.rows) for settings in (step.settings, plain))
     return combine_layers([kept[kind] for kind in shapes.layers], [whole[kind] for kind in shapes.layers], 1.0, step)
 
 
@@ -108,7 +108,7 @@ def placement(**changes: Any) -> Placement:
     for name, section in sections.items():
         given = {key: changes.pop(key) for key in changes.keys() & type(section).model_fields}
         sections[name] = section.model_copy(update=given)
-    settings = {"world_size": 1, "by_layer": False, "flat": True, "element": 2, "packed": False}
+    settings = {"world_size": 1, "by_layer": False, "flat": True, "element_size": 2, "packed": False}
     return Placement(**(sections | settings | changes))
 
 
@@ -166,7 +166,7 @@ def test_recomputed_results_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         MODELS["llama"], ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )
     replaced = replace_elementwise(model, recompute="norms")
-    assert (replaced.mlps, replaced.norms) == (3, 7)
+    assert (replaced.mlp_count, replaced.norm_count) == (3, 7)
     model = apply_adapter(model, LoraSection(r=8), torch.float32)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     fuse_layers(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
@@ -284,7 +284,7 @@ def test_parameters_are_counted_as_the_model_counts_them(target: str) -> None:
     trained, total = count_parameters(apply_adapter(model, lora, torch.float32))
     shapes = shapes_of(MODELS["llama"], 8, target)
     assert (shapes.trained, sum(weight.elements for weight in shapes.weights)) == (trained, total)
-    assert base_weight_bytes(shapes, placement(element=4)) == pytest.approx(4 * (total - trained), rel=1e-3)
+    assert base_weight_bytes(shapes, placement(element_size=4)) == pytest.approx(4 * (total - trained), rel=1e-3)
 
 
 def test_a_tied_head_is_counted_once_and_all_weights_are_trained_without_an_adapter() -> None:
@@ -306,7 +306,7 @@ def test_recomputation_replaces_kept_activations_by_one_layer(recompute: str) ->
 def test_a_layer_of_llama_3_1_as_one_computes_it_by_hand() -> None:
     """Per token and layer of 2-byte elements: 4 H for residuals and norms, q, k, v, o, 3 I, ranks; 32 logarithms."""
     step = work(rows=4, length=2048, dtype=torch.bfloat16, elementwise=True)
-    layer = observe_layers(shapes_of("random:llama3.1-8b"), step.kernels, step.rows)[0]
+    layer = observe_layers(shapes_of("random:llama3.1-8b"), step.settings, step.rows)[0]
     per_token = 2 * (4 * 4096 + 6144 + 4096 + 3 * 14336 + 7 * 8) + 4 * (32 + 2)
     assert layer.kept == pytest.approx(8192 * per_token, abs=16)  # a few single numbers
 
@@ -358,7 +358,9 @@ def test_the_state_of_every_optimizer_is_counted(name: str) -> None:
     kept = sum(value.nbytes for key, value in entries if key not in ("step", "qmap1", "qmap2"))
     weights = tuple(Weight(8192, packable=False, trained=True, layer=0, factor=True) for _ in range(2))
     shapes = replace(shapes_of("random:smollm2-135m"), weights=weights)
-    assert optimizer_state_bytes(shapes, placement(optimizer=name, stage=0, element=4)) == pytest.approx(kept, rel=0.02)
+    assert optimizer_state_bytes(shapes, placement(optimizer=name, stage=0, element_size=4)) == pytest.approx(
+        kept, rel=0.02
+    )
 
 
 def test_the_terms_add_up_and_nothing_is_negative() -> None:

@@ -101,8 +101,8 @@ def test_memory_independent_of_rows_is_counted_once(planner: Planner, config: Ru
     """A dequantized weight: 8 rows, which are extended from fewer, as if they had been observed."""
     changed = apply_changes(config, {"adapter": "qlora", "training.batch_size": 8})
     work = planner.build_work(changed, planner.build_decisions(changed))
-    assert planner._estimate_layers(work.kernels, 8)[0].peak == pytest.approx(
-        observe_layers(planner.shapes, work.kernels, 8)[0].peak, rel=0.001
+    assert planner._estimate_layers(work.settings, 8)[0].peak == pytest.approx(
+        observe_layers(planner.shapes, work.settings, 8)[0].peak, rel=0.001
     )
 
 
@@ -437,5 +437,5 @@ def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunC
     unknown = replace(found, model_config=object())
     assert plan_for_machine(Planner, BF16_GPU, config, unknown, 80 * GIB).estimate is None
     for memory in (80 * GIB, None):
-        with pytest.raises(UserError, match=r"this model has no estimate .* set both to numbers"):
+        with pytest.raises(UserError, match=r"memory cannot be estimated .* set both to numbers"):
             plan_for_machine(Planner, BF16_GPU, apply_changes(config, {"zero.stage": AUTO}), unknown, memory)

@@ -41,7 +41,7 @@ from trainer.data.source_files import build_source
 from trainer.data.sources import resolve_local_path
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.observed import Kernels, Layer, observe_layers
+from trainer.memory.observed import Layer, LayerSettings, observe_layers
 from trainer.memory.planner import SHORT, Lengths, Planner
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
@@ -251,9 +251,9 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
     work = planner.build_work(config, planner.build_decisions(config))
     lengths = []
 
-    def observe(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
-        lengths.append(kernels.length)
-        return observe_layers(shapes, kernels, rows)
+    def observe(shapes: ModelShapes, settings: LayerSettings, rows: int) -> dict[int, Layer]:
+        lengths.append(settings.length)
+        return observe_layers(shapes, settings, rows)
 
     monkeypatch.setattr("trainer.memory.planner.observe_layers", observe)
     seen = planner.estimate_activations(work)
@@ -774,7 +774,7 @@ AXOLOTL = "base_model: m\nadapter: qlora\ndatasets: [{path: d, type: alpaca}]\nm
         ),
         ("xformers_attention: sure\n", "xformers_attention=sure: must be true or false"),
         ("load_in_4bit: true\nload_in_8bit: true\n", "load_in_8bit=true: load_in_4bit is also set; remove one"),
-        ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or write its keys"),
+        ("fsdp_config: full_shard\n", "fsdp_config=full_shard: no such file; copy it here, or nest its keys"),
         ("fsdp: [full_shards]\n", "fsdp=[full_shards]: full_shards: must be auto_wrap, full_shard"),
         ("fsdp_config: {sharding_strategy: 9}\n", "sharding_strategy=9: must be FULL_SHARD"),
         ("torch_dtype: float99\n", "torch_dtype=float99: must be auto, bfloat16, float16 or float32"),

@@ -252,7 +252,7 @@ def pairs_of(ground: Path, *records: dict[str, Any], **changes: Any) -> tuple[li
     prepared = prepare(load_config(ground / "base.yaml", given).config)
     assert isinstance(prepared.data.train, Samples)
     documents = [document for sample in prepared.data.train for document in split_documents(sample)]
-    return documents, prepared.data.stats.format_lines(), prepared.tokenizer
+    return documents, prepared.data.stats.format_summary(), prepared.tokenizer
 
 
 def trained_text(document: Sample, tokenizer: Any) -> tuple[str, str]:
@@ -391,7 +391,7 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
             {"preference__loss": "exo_pair"},
             "preference.loss={exo_pair: 1.0}: exo_pair needs preference.label_smoothing",
         ),
-        ({"dataset__train_on": "all"}, "dataset.train_on=[all]: pairs only train their answers"),
+        ({"dataset__train_on": "all"}, "dataset.train_on=[all]: preference training only trains the answers of pairs"),
         ({"adapter": "none"}, "adapter=none: the loss needs a reference, which is the model without its adapter"),
         ({"lora__init": "pissa"}, "lora.init=pissa: changes the base model, which is the reference"),
         (

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ops.fake_quantize import dequantize, fake_quantize, fake_quantize_linear, quantize_merged
+from ops.fake_quantize import dequantize, fake_quantize, fake_quantize_linear, quantize_merged_weight
 from tests.plain_peft import plain_losses, rounded_by_torchao
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model
@@ -108,7 +108,7 @@ def test_in_16_bits_the_stored_numbers_are_the_computed_weight(form: str, dtype:
     """Scales are rounded to 16 bits before weights are: a server multiplies in that type and gets the same bits."""
     _, weight, _, down, up = factors(dtype)
     kind = IntegerFormat("int8", None, dtype) if form == "int8" else IntegerFormat("int4", 64, dtype)
-    values, scales = quantize_merged(weight, down, up, SCALE, kind.quantize)
+    values, scales = quantize_merged_weight(weight, down, up, SCALE, kind.quantize)
     served = values.to(dtype).view(48, scales.shape[1], -1) * scales.to(dtype).unsqueeze(-1)
     assert torch.equal(scales, scales.to(dtype).float())
     assert torch.equal(served.view(48, 64), fake_quantize(weight, down, up, SCALE, kind.quantize))

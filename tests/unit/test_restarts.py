@@ -65,7 +65,7 @@ def test_nothing_is_deleted_where_no_checkpoint_is_seen(tmp_path: Path) -> None:
 
 def test_a_step_must_be_made_between_two_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Starts(tmp_path, killed(7), killed(6, gained=False)).run() == 137
-    assert "not restarted: no step was completed since the ranks were started" in capsys.readouterr().err
+    assert "not restarted: no step has completed since the ranks were started" in capsys.readouterr().err
 
 
 def test_a_slot_that_fails_again_is_excluded_from_a_run_that_has_trained(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_failure_repeated_in_a_step_is_reported_with_its_samples(
 def test_max_restarts_limits_the_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     starts = Starts(tmp_path, *(killed(step) for step in (3, 6, 9)))
     assert starts.run(2) == 137
-    assert "training.max_restarts=2 is reached" in capsys.readouterr().err
+    assert "training.max_restarts=2 has been reached" in capsys.readouterr().err
     assert len(starts.settings) == 3
     assert Starts(tmp_path, killed(3)).run(0) == 137
     assert "not restarted" not in capsys.readouterr().err

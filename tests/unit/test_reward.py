@@ -277,8 +277,8 @@ def test_the_score_is_that_of_the_last_token_but_padding() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "all weights": ({"adapter": "none"}, "adapter=none: reward models are trained as adapters; use lora or qlora"),
-    "controller": ({"scu__enabled": True}, "scu.enabled=true: reward models do not support it; remove it"),
-    "samples": ({"logging__sample_prompts": ["red"]}, "logging.sample_prompts=[red]: reward models do not support it"),
+    "controller": ({"scu__enabled": True}, "scu.enabled=true: not supported for reward models; remove it"),
+    "samples": ({"logging__sample_prompts": ["red"]}, "logging.sample_prompts=[red]: not supported for reward models"),
     "preference loss": ({"preference__beta": 0.3}, "preference.beta=0.3"),
     "center without rewards": (
         {"task": "preference", "reward__center": 0.1},

@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "zero.extra.fp16={enabled: true}: has its own setting; use training.precision",
     ),
     "zero.extra.optimizer.type=Lion": ("has its own setting; use training.optimizer",),
-    "zero.extra.zero_allow_untested_optimizer=false": ("is fixed by our training loop; remove it",),
+    "zero.extra.zero_allow_untested_optimizer=false": ("is set by zerolora and cannot be changed; remove it",),
     "zero.extra.sparse_attention={}": ("is not supported",),
     "zero.extra=5": ("zero.extra=5: must be a mapping",),
     "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be a string; put it in quotes",),
@@ -362,7 +362,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "a colon in text": (BASE.encode() + b"adapter: a: b\n", ("line 4", "put text with a colon in quotes")),
     "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one configuration per file")),
     "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
-                        ("dataset=identity: must be a section", "`path:` below it (c.yaml:3)")),
+                        ("dataset=identity: must be a section", "nest `path:` under it (c.yaml:3)")),
     "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not match")),
     "no adapter": (BASE.encode() + b"adapter:\n", ("adapter: empty; write a value", "c.yaml:4")),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from trainer.commands.inspect import main as inspect
 from trainer.config import UserError, load_config
 from trainer.data.batches import PairBatch, collate_samples
 from trainer.data.samples import Sample, join_samples
-from trainer.data.shared_prompts import build_shared_keys, count_shared_tokens, measure_savings
+from trainer.data.shared_prompts import build_shared_key_arguments, count_shared_tokens, measure_savings
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import VARLEN
 from trainer.patches.packing_probe import share_prompt_keys
@@ -115,7 +115,7 @@ def test_only_equal_untrained_tokens_are_shared() -> None:
     assert count_shared_tokens(answer, document([1, 2, 3, 4], [1, 1, 1, 1])) == 0
     assert count_shared_tokens(document([1, 2], [0, 1]), document([1, 2, 3, 4, 5], [0, 0, 0, 0, 1])) == 2
     assert measure_savings([join_samples([answer, answer])]) == 2 / 10
-    assert build_shared_keys([5, 3], [0, 0]) == {}
+    assert build_shared_key_arguments([5, 3], [0, 0]) == {}
 
 
 def test_fewer_tokens_are_counted(pairs: list[Sample]) -> None:

@@ -331,7 +331,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, tmp_path: Path) 
 def test_columns_in_another_order_than_config_json_says_are_found(tmp_path: Path) -> None:
     folder = store_in_four_bits(make_model(tmp_path / "model"), "act-order")
     announce(desc_act=False)(folder)
-    with pytest.raises(UserError, match=r"g_idx is not ascending, contrary to config.json; take config.json"):
+    with pytest.raises(UserError, match=r"g_idx is not ascending, contrary to config.json; use config.json"):
         load(folder)
 
 

@@ -316,7 +316,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "blocks that do not divide": (
         announced(weight_block_size=[48, 48]),
-        ("has shape (64, 128) and", "(2, 4), but blocks of 48 x 48 need (2, 3); take config.json"),
+        ("has shape (64, 128) and", "(2, 4), but blocks of 48 x 48 need (2, 3); use config.json"),
     ),
     "other scales": (
         tensors(lambda stored: stored.update({f"{QUERY}_scale_inv": torch.ones(3, 2)})),

@@ -111,7 +111,7 @@ def test_too_many_combinations_are_counted_not_made(config: Path) -> None:
 def test_gpus_are_split() -> None:
     assert split_gpus([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3]]
     assert split_gpus([0, 1], None) == split_gpus([], 2) == [()]
-    with pytest.raises(UserError, match="--gpus-per-run 3: this machine has only 2"):
+    with pytest.raises(UserError, match="--gpus-per-run 3: only 2 GPUs found here"):
         split_gpus([0, 1], 3)
     with pytest.raises(UserError, match="--gpus-per-run 0: must be 1 or more"):
         split_gpus([], 0)

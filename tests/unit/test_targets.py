@@ -181,16 +181,16 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
     "named as modules and left out": (
         {"target_modules": ("experts",), "experts": False},
-        r"lora.target_modules=experts: names experts; remove the name",
+        r"lora.target_modules=experts: matches experts, but lora.experts is false; set lora.experts: true",
     ),
     "one of them": (
         {"target_modules": ("experts.1.w1",)},
-        r"lora.target_modules=experts.1.w1: names one expert, but all experts of a layer are adapted together; use "
+        r"lora.target_modules=experts.1.w1: matches one expert, but all experts of a layer are adapted together; use "
         r"experts\.\*\.w1",
     ),
     "named and left out": (
         {"target_parameters": ("experts.down_proj",), "experts": False},
-        r"lora.target_parameters=experts.down_proj: names experts; remove the name",
+        r"lora.target_parameters=experts.down_proj: matches experts, but lora.experts is false; set lora.experts: true",
     ),
 }
 

@@ -330,8 +330,8 @@ def test_images_for_a_text_model_are_refused(root: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"parallel__sequence": 2}, "parallel.sequence=2: does not work with images"),
-        ({"model__attn_implementation": "eager"}, "model.attn_implementation=eager: does not work with images"),
+        ({"parallel__sequence": 2}, "parallel.sequence=2: not supported for data with images"),
+        ({"model__attn_implementation": "eager"}, "model.attn_implementation=eager: not supported for data with"),
         ({"dataset__streaming": True}, "dataset.streaming=true: records with images cannot be streamed"),
     ],
 )

@@ -95,10 +95,10 @@ def _describe_problem(checkpoint: Path, verify: bool) -> str | None:
 def describe_damage(checkpoint: Path) -> str | None:
     """Verify a checkpoint's checksums; return the first problem, including the file's name, or None if all match."""
     try:
-        sums = _parse_checksums((checkpoint / MARKER).read_bytes())
-        if sums is None:
+        checksums = _parse_checksums((checkpoint / MARKER).read_bytes())
+        if checksums is None:
             return f"{MARKER} is damaged"
-        for name, (digest, size) in sums.items():
+        for name, (digest, size) in checksums.items():
             if (size_found := (checkpoint / name).stat().st_size) != size:
                 return f"{name} is damaged: {size_found:,} bytes of {size:,}"
             if compute_checksum(checkpoint / name) != digest:
@@ -112,8 +112,8 @@ def describe_damage(checkpoint: Path) -> str | None:
 
 
 def read_recorded_checksums(checkpoint: Path) -> dict[str, str]:
-    sums = _parse_checksums((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
-    return {name: digest for name, (digest, _) in (sums or {}).items()}
+    checksums = _parse_checksums((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
+    return {name: digest for name, (digest, _) in (checksums or {}).items()}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -145,20 +145,20 @@ def seal(folder: Path) -> None:
     """Write COMPLETE with the checksums of all files in the folder."""
     # A tokenizer with several chat templates stores them in a subfolder.
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
-    sums = {str(file.relative_to(folder)): (compute_checksum(file), file.stat().st_size) for file in files}
-    _write_sums(folder / MARKER, sums)
+    checksums = {str(file.relative_to(folder)): (compute_checksum(file), file.stat().st_size) for file in files}
+    _write_checksums(folder / MARKER, checksums)
 
 
 def reseal(folder: Path, name: str) -> None:
     """Update the checksum of an intentionally rewritten file, if the folder is a sealed checkpoint."""
     marker = folder / MARKER
-    sums = _parse_checksums(marker.read_bytes()) if marker.is_file() else None
-    if sums and name in sums:
-        _write_sums(marker, sums | {name: (compute_checksum(folder / name), (folder / name).stat().st_size)})
+    checksums = _parse_checksums(marker.read_bytes()) if marker.is_file() else None
+    if checksums and name in checksums:
+        _write_checksums(marker, checksums | {name: (compute_checksum(folder / name), (folder / name).stat().st_size)})
 
 
-def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
-    lines = "".join(f"{digest} {size} {name}\n" for name, (digest, size) in sums.items())
+def _write_checksums(marker: Path, checksums: dict[str, tuple[str, int]]) -> None:
+    lines = "".join(f"{digest} {size} {name}\n" for name, (digest, size) in checksums.items())
     write_text_atomic(marker, f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n")
 
 

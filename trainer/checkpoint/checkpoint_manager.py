@@ -26,7 +26,7 @@ from trainer.checkpoint.checkpoint_files import (
     publish,
 )
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.identity import build_identity, describe_finished, plan_resumption
+from trainer.checkpoint.identity import build_identity, describe_finished_run, plan_resumption
 from trainer.checkpoint.run_folder import RunFolder
 from trainer.checkpoint.weights import gather_weights
 from trainer.config import RunConfig, UserError
@@ -86,7 +86,7 @@ class CheckpointManager:
         """Restore the engine, schedule and batches if a checkpoint was chosen; return the position and SCU state."""
         training = self._config.training
         if self.checkpoint is None:
-            return Position(best_metric=training.compared_metric), None
+            return Position(best_metric=training.monitored_metric), None
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._abandoned, self._first_step = list_later_checkpoints(self._run_dir, position.step), position.step
@@ -94,8 +94,8 @@ class CheckpointManager:
         if state["requantized"]:
             self._say("note: " + REQUANTIZED_MOMENTS)
         if training.max_steps is None and position.step >= total_steps:
-            self._say.print_always(f"note: {describe_finished(position.step, total_steps)}")
-        best, metric = position.best_step, training.compared_metric
+            self._say.print_always(f"note: {describe_finished_run(position.step, total_steps)}")
+        best, metric = position.best_step, training.monitored_metric
         reason = f"training.best_metric is now {metric}" if position.best_metric != metric else ""
         if training.best_checkpoint and best and not self._get_checkpoint_path(best).exists():
             reason = f"the best checkpoint so far (step {best}) is missing"

@@ -301,11 +301,11 @@ def plan_resumption(
     else:
         notes.append(f"{checkpoint.name} has no record of its run: model, data and settings were not compared")
     if training.max_steps is not None and int(state["step"]) >= training.max_steps:
-        notes.append(describe_finished(int(state["step"]), training.max_steps))
+        notes.append(describe_finished_run(int(state["step"]), training.max_steps))
     return Resumption(checkpoint, warnings, tuple(notes))
 
 
-def describe_finished(step: int, total_steps: int) -> str:
+def describe_finished_run(step: int, total_steps: int) -> str:
     return (
         f"the checkpoint is at step {step}, but training.max_steps or epochs amount to {total_steps} steps, so "
         "nothing is left to train; raise max_steps or epochs"

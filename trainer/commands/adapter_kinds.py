@@ -15,7 +15,7 @@ from trainer.commands.export.adapters import ADAPTER_FORMATS, export_adapter
 from trainer.commands.export.gguf import check_architecture, compute_max_context_length, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import build_modelfile
-from trainer.commands.merged_model import build_merged, merge, save_merged
+from trainer.commands.merged_model import build_merged_model, merge, save_merged_model
 from trainer.config import UserError
 from trainer.data.conversations import build_template_variables
 from trainer.model.base import load_model_config
@@ -95,10 +95,10 @@ def export_gguf(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> 
     """Write the merged model as a GGUF file (`ollama`: a folder with it and its Modelfile); return lines to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
-    model, tokenizer, values = build_merged(run)
+    model, tokenizer, values = build_merged_model(run)
     with temporary_output(output) as folder:
         file, merged = folder / GGUF_NAME, folder / ".merged"
-        save_merged(merged, model, tokenizer, values)
+        save_merged_model(merged, model, tokenizer, values)
         dtype = write_gguf(merged, file, dtype=dtype, name=run.run_dir.resolve().name)
         shutil.rmtree(merged)
         lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by the gguf package"]

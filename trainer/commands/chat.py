@@ -52,18 +52,18 @@ class Conversation:
 
     def _encode_fitting_turns(self, turns: list[dict[str, Any]]) -> tuple[torch.Tensor, PromptImages | None]:
         """Return the token IDs [1, T] of the latest turns that leave room for an answer, and their images."""
-        longest = get_context_length(self.model.config) or sys.maxsize
-        room = min(self.sampling.max_new_tokens, longest // 4)  # a longer answer may be truncated
+        context_length = get_context_length(self.model.config) or sys.maxsize
+        room = min(self.sampling.max_new_tokens, context_length // 4)  # a longer answer may be truncated
         recent = turns if self.prompt_format is None else turns[-1:]
         while True:
             prompt = recent if self.prompt_format is None else recent[-1]["content"]
             images = self.images if len(recent) == len(turns) else None
             row = encode_prompt(self.tokenizer, self.section, prompt, self.prompt_format, images)
-            if row.shape[1] + room <= longest or len(recent) == 1:
+            if row.shape[1] + room <= context_length or len(recent) == 1:
                 break
             recent = recent[2:]
-        if row.shape[1] >= longest:
-            raise UserError(f"the turn has {row.shape[1]} tokens, but the context is {longest}; shorten the turn")
+        if row.shape[1] >= context_length:
+            raise UserError(f"the turn has {row.shape[1]} tokens, but the context is {context_length}; shorten it")
         if self.prompt_format is None and len(recent) < len(turns):
             print(f"note: the first {len(turns) - len(recent)} turns no longer fit in the context", file=sys.stderr)
         return row, images

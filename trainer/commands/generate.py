@@ -120,14 +120,14 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
+    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], context_length: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
     """Yield prompts with their token ids. Report prompts that cannot be answered, and add them to `failed`."""
     for prompt in map(replace_invalid_unicode, prompts):
         try:
             row = encode(prompt)
-            if longest is not None and row.shape[1] >= longest:
-                problem = f"the prompt has {row.shape[1]} tokens, but the context is {longest}; shorten the prompt"
+            if context_length is not None and row.shape[1] >= context_length:
+                problem = f"the prompt has {row.shape[1]} tokens, but the context is {context_length}; shorten it"
                 raise UserError(problem)
             yield prompt, row
         except UserError as error:

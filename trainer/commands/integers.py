@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.fake_quantize import dequantize, quantize_merged
+from ops.fake_quantize import dequantize, quantize_merged_weight
 from trainer.commands.export.factors import PREFIX
 from trainer.config import UserError
 from trainer.model.integer_weights import (
@@ -64,7 +64,7 @@ class IntegerMerge:
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
         base, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
-        merged = quantize_merged(base, down, up, layer.scaling[name], format_.quantize)
+        merged = quantize_merged_weight(base, down, up, layer.scaling[name], format_.quantize)
         values, scales = (each.cpu() for each in merged)
         weight.data = dequantize(values, scales, self.dtype)
         factors[1].data.zero_()

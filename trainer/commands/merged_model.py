@@ -55,9 +55,9 @@ def merge(
     full, or if the saved weights differ from those in memory or are not finite.
     """
     check_output(output)
-    merged = build_merged(run, dtype=dtype, scale=scale, quantize=quantize)
+    merged = build_merged_model(run, dtype=dtype, scale=scale, quantize=quantize)
     with temporary_output(output) as folder:
-        save_merged(folder, *merged)
+        save_merged_model(folder, *merged)
         move_into_place(folder, output)
     return output
 
@@ -80,7 +80,7 @@ def _prepare_integers(run: FinishedRun, kind: IntegerKind, dtype: str) -> Intege
     return IntegerMerge(kind, _choose_dtype(run, dtype), choose_default_device())
 
 
-def build_merged(
+def build_merged_model(
     run: FinishedRun, *, dtype: str = "auto", scale: float = 1.0, quantize: IntegerKind | None = None
 ) -> tuple[Any, Any, dict[str, Tensor] | None]:
     """Return the merged model on the CPU, its tokenizer, and the state dict to save (None: the model's own).
@@ -112,11 +112,11 @@ def build_merged(
     return model, tokenizer, requantize_mxfp4(model, run.config) if dtype == "auto" else None
 
 
-def save_merged(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
-    """Write the result of `build_merged` and verify the weights. Raises RuntimeError if they differ."""
+def save_merged_model(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
+    """Write the result of `build_merged_model` and verify the weights. Raises RuntimeError if they differ."""
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
     write_files(tokenizer_files(tokenizer), folder)
-    check_saved(model, folder, values)
+    verify_saved_weights(model, folder, values)
 
 
 def _untie_head(adapted: Any) -> None:
@@ -163,7 +163,7 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.bfloat16
 
 
-def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+def verify_saved_weights(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
     """Read the saved weights back. Raises RuntimeError if a tensor is missing, differs or is not finite.
 
     `values` is the saved state dict if it is not the model's own.

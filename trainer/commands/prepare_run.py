@@ -21,6 +21,6 @@ def main(argv: list[str] | None = None) -> None:
     config = load_config(arguments.config, arguments.overrides).config
     prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
     if not arguments.phases:
-        for line in (*prepared.data.stats.format_lines(), *resumption.warnings, *resumption.notes):
+        for line in (*prepared.data.stats.format_summary(), *resumption.warnings, *resumption.notes):
             print(line)
     build_operators(config, show)

@@ -33,7 +33,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         trained, adapter_lines = _describe_adapter(config, model)
         lines += adapter_lines
     lines += [note if note.startswith("warning: ") else f"note: {note}" for note in prepared.notes]
-    lines += [f"data: {line}" for line in prepared.data.stats.format_lines()]
+    lines += [f"data: {line}" for line in prepared.data.stats.format_summary()]
     samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks)
     if trained is not None and samples is not None:
         warning = build_capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)

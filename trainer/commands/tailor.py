@@ -145,7 +145,7 @@ def _build_profile(prepared: PreparedRun, context: int | None) -> Profile:
 
 
 def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
-    """Adapt all linear layers, with the lowest rank that has enough capacity; return a warning if no rank has."""
+    """Choose LoRA settings: all linear layers, at the lowest rank with enough capacity. Warn if none has enough."""
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.compute_expert_rank(rank) <= profile.expert_width] or [8]

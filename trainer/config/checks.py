@@ -37,7 +37,7 @@ DERIVED_VALUES: dict[str, Callable[[RunConfig], Any]] = {
     "has_held_out": lambda config: bool(config.dataset.val_split or config.dataset.evaluation),
     "compared": lambda config: (
         DERIVED_VALUES["has_held_out"](config)
-        or bool(config.evaluation.tasks and config.training.compared_metric not in LOSSES)
+        or bool(config.evaluation.tasks and config.training.monitored_metric not in LOSSES)
     ),
     "uses_beta": lambda config: bool({*config.preference.loss} - {"orpo", "sft"}),
 }
@@ -182,7 +182,7 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
     rows = accumulation * (1 if training.batch_size == AUTO else training.batch_size)
     if accumulation > 1 and total is not None and (total == AUTO or total % rows):
         problem = f"training.global_batch_size={'auto' if total == AUTO else total} already determines it"
-        name, fix = "training.gradient_accumulation_steps", "remove one of them, or set it to null"
+        name, fix = "training.gradient_accumulation_steps", "remove one of them, or set one to null"
         yield Mistake(name, accumulation, problem, fix, "training.global_batch_size")
     if training.tiled_mlp not in ("auto", False) and (refusal := find_feature_problem("tiles", config)):
         yield Mistake("training.tiled_mlp", training.tiled_mlp, refusal[1], "use auto", refusal[0])
@@ -206,7 +206,7 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _check_scores(config: RunConfig) -> Iterator[Mistake]:
-    evaluation, best = config.evaluation, config.training.compared_metric
+    evaluation, best = config.evaluation, config.training.monitored_metric
     for name in evaluation.metrics:
         if name not in ANSWER_METRICS and not re.fullmatch(r".+\.py:\w+", name):
             fix = f"use {', '.join(ANSWER_METRICS)} or FILE.py:FUNCTION"

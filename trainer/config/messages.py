@@ -36,7 +36,7 @@ def _build_mistake(path: Sequence[str], error: ErrorDetails, *others: ErrorDetai
     if error["type"] == "missing" and path == ("dataset",):
         return MISSING_DATA
     if error["type"] == "missing":
-        inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
+        inner = f" with `{next(iter(section.model_fields))}: ...` nested under it" if section else ""
         return Mistake(name, None, "missing", f"it has no default; write `{path[-1]}: ...`{inner}")
     if value is None:
         return Mistake(name, None, "empty", "write a value, or remove the setting")
@@ -63,7 +63,7 @@ def _build_mistake(path: Sequence[str], error: ErrorDetails, *others: ErrorDetai
 def build_section_mistake(name: str, section: type[BaseModel], value: Any) -> Mistake:
     """Return the mistake for a section that was set to a single value."""
     first = next(iter(section.model_fields))
-    return Mistake(name, value, "must be a section", f"write `{name}.{first}=...` or `{first}:` below it")
+    return Mistake(name, value, "must be a section", f"write `{name}.{first}=...`, or nest `{first}:` under it")
 
 
 def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:

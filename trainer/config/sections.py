@@ -235,12 +235,12 @@ class RunConfig(Section):
         """Return the number of ranks that train on different samples; ranks that share a sequence count as one."""
         return max(1, ranks // self.parallel.sequence)
 
-    def fit_max_length(self, longest: int | None) -> "RunConfig":
-        """Return the configuration with `max_length` limited to `longest` tokens, unless `max_length` was set."""
+    def fit_max_length(self, limit: int | None) -> "RunConfig":
+        """Return the configuration with `max_length` limited to `limit` tokens, unless `max_length` was set."""
         data = self.dataset
-        if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
+        if limit is None or data.max_length <= limit or "max_length" in data.model_fields_set:
             return self
-        return self.model_copy(update={"dataset": data.model_copy(update={"max_length": longest})})
+        return self.model_copy(update={"dataset": data.model_copy(update={"max_length": limit})})
 
     @model_validator(mode="after")
     def _share_settings(self) -> "RunConfig":

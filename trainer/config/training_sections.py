@@ -249,7 +249,7 @@ class TrainingSection(Section):
     """Seconds without a heartbeat of the `zerolora` process after which ranks on other hosts exit; 0: never."""
 
     @property
-    def compared_metric(self) -> str:
+    def monitored_metric(self) -> str:
         """The metric by which evaluations are compared."""
         return self.best_metric if self.best_checkpoint or self.early_stopping else "loss"
 

@@ -18,7 +18,7 @@ KNOWN_KEYS, FIXED_KEYS, UNSUPPORTED_KEYS = (
 
 
 def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
-    """Yield a mistake for each key that is unknown, has its own setting, or does not work with our training loop."""
+    """Yield a mistake for each key that is unknown, has its own setting, or that zerolora sets or does not support."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
         fix = "the stage is set with zero.stage"
@@ -30,7 +30,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
         if key in SETTINGS:
             yield Mistake(name, to_text(value), "has its own setting", f"use {SETTINGS[key]} instead")
         if key in FIXED_KEYS:
-            yield Mistake(name, to_text(value), "is fixed by our training loop", "remove it")
+            yield Mistake(name, to_text(value), "is set by zerolora and cannot be changed", "remove it")
         if key in UNSUPPORTED_KEYS:
             yield Mistake(name, to_text(value), "is a part of DeepSpeed that is not supported", "remove it")
         elif "." not in key and key not in (*KNOWN_KEYS, *FIXED_KEYS, *SETTINGS):

@@ -117,7 +117,7 @@ class LauncherWatch:
             threading.Thread(target=self._run, name="launcher watch", daemon=True).start()
 
     def watch_file(self, logs: Path, timeout_s: float) -> None:
-        """Also exit if the launcher's process is not visible and its file has not changed for `timeout_s` seconds."""
+        """Treat a launcher not visible from here as lost if its heartbeat file is unchanged for `timeout_s` seconds."""
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
     def find_lost_launcher(self) -> str | None:

@@ -44,8 +44,8 @@ def open_store(url: str, label: str = "") -> Iterator[tuple[Any, str]]:
         raise UserError(f"{label or url}: cannot be used ({reason}); {fix}") from None
 
 
-def _is_not_last(name: str) -> bool:
-    return not name.endswith(COMPLETE_MARKER)
+def _is_complete_marker(name: str) -> bool:
+    return name.endswith(COMPLETE_MARKER)
 
 
 def _list_files(system: Any, root: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _list_files(system: Any, root: str) -> dict[str, Any]:
 
 
 def _download(system: Any, root: str, names: Iterable[str], target: Path) -> None:
-    for name in sorted(names, key=_is_not_last, reverse=True):
+    for name in sorted(names, key=_is_complete_marker):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         system.get_file(f"{root}/{name}" if name else root, str(target / name))
 
@@ -123,10 +123,10 @@ def upload_run(run_dir: Path) -> str | None:
         return None
     with open_store(url) as (system, root):
         (remote, stored), (local, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
-        for name in sorted(remote, key=_is_not_last):
+        for name in sorted(remote, key=_is_complete_marker, reverse=True):
             if CHECKPOINT.fullmatch(remote[name]) and remote[name] not in copied:
                 system.rm_file(f"{root}/{name}")
-        for name in sorted(local, key=_is_not_last, reverse=True):
+        for name in sorted(local, key=_is_complete_marker):
             top = local[name]
             if top in copied - stored or not (CHECKPOINT.match(top) or _LOCAL_ONLY.match(top)):
                 system.put_file(str(run_dir / name), f"{root}/{name}")

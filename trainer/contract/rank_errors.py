@@ -1,6 +1,6 @@
 """Errors from ranks: rank N writes logs/error-N.json before it exits, and the launcher reads it.
 
-A rank without such a file was killed, or failed before it had read the configuration; its log may have a traceback.
+A rank without this file was killed, or failed before it had read the configuration; its log may have a traceback.
 """
 
 from contextlib import suppress

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.config import UserError
 from trainer.data.samples import Gather, Sample, Samples, SampleStream, split_documents
-from trainer.data.shared_prompts import build_shared_keys, share_prompts
+from trainer.data.shared_prompts import build_shared_key_arguments, share_prompts
 from trainer.data.vision import ImageInputs
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class MicroBatch:
     weights: torch.Tensor | None = None
     """Loss weights of the K targets, row by row, fp32 [K]; None if all are 1."""
     shared_keys: dict[str, Any] = field(default_factory=dict)
-    """Result of `build_shared_keys` for documents that share a prompt."""
+    """Result of `build_shared_key_arguments` for documents that share a prompt."""
     sequence: SequencePart | None = None
     """This rank's part of a flat batch shared by several ranks; `cu_seqlens` then covers the whole batch."""
     targets_before: int = 0
@@ -418,7 +418,7 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
     lengths = [len(document.input_ids) for document in shortened]
     assert batch.position_ids is not None
     positions = batch.position_ids + torch.tensor(shared).repeat_interleave(torch.tensor(lengths))
-    return replace(batch, position_ids=positions, shared_keys=build_shared_keys(lengths, shared))
+    return replace(batch, position_ids=positions, shared_keys=build_shared_key_arguments(lengths, shared))
 
 
 def _build_targets(sample: Sample) -> NDArray[np.int64]:

@@ -275,7 +275,7 @@ class _RenderedChat:
         return start + common if common or has_no_prompt or first is None else first
 
     def _close_answer(self, index: int, start: int, end: int) -> int:
-        """Return the end of an answer's end-of-turn token; append the token to the text if it is missing."""
+        """Return the offset just past an answer's end-of-turn token; append the token to the text if it is missing."""
         token, stop = self._template.find_end_of_answer(self.text, start, end)
         closing = self._template.closings["tool_calls" in self._chat[index]]
         if token in self._template.special or not closing or self.text[stop:].strip() or closing.strip() == token:

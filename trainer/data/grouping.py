@@ -72,7 +72,7 @@ class DataStats:
     def packing_efficiency(self) -> float:
         return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
 
-    def format_lines(self) -> list[str]:
+    def format_summary(self) -> list[str]:
         lines = [*self.notes, *(self._format_counts("train") if self.records else [])]
         lines += self.evaluation._format_counts("held out") if self.evaluation else []
         return lines + [f"warning: {warning}" for warning in self.list_warnings()]
@@ -192,14 +192,14 @@ def repeat_by_weight(members: Index, weight: float, generator: np.random.Generat
     if weight > MAX_REPEATS or weight * len(members) > MAX_DOCUMENTS:
         limit = min(MAX_REPEATS, MAX_DOCUMENTS // max(1, len(members)))
         raise UserError(
-            f"{label}.weight={weight:g}: would repeat each of {len(members):,} records {weight:g} times; "
+            f"{label}.weight={weight:g}: would repeat each of the {len(members):,} records {weight:g} times; "
             f"use {limit} or less, or lower the other weights"
         )
     repeats = int(weight)
     extra = generator.permutation(len(members))[: round((weight - repeats) * len(members))]
     if len(members) and not repeats and not len(extra):
         raise UserError(
-            f"{label}.weight={weight:g}: selects none of {len(members):,} records; "
+            f"{label}.weight={weight:g}: selects none of the {len(members):,} records; "
             f"use {1 / len(members):.1g} or more, or remove the source"
         )
     return _concatenate([members] * repeats + [members[np.sort(extra)]])

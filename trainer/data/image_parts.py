@@ -51,8 +51,8 @@ class ImageParts:
         self._values += [None] * text.count(PLACEHOLDER)
         return text.replace(PLACEHOLDER, IMAGE)
 
-    def store(self, origin: str) -> tuple[bytes, ...]:
-        """Return the results of `store_image` for the images, in order.
+    def encode_images(self, origin: str) -> tuple[bytes, ...]:
+        """Return each image's bytes or file reference (see `encode_image`), in order.
 
         Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
         """
@@ -70,17 +70,16 @@ class ImageParts:
             )
         rest = iter(images)
         values = [next(rest) if value is None else value for value in self._values]
-        numbered = enumerate(values, start=1)
-        return tuple(store_image(value, self._folder, f"{origin}, image {number}") for number, value in numbered)
+        return tuple(encode_image(value, self._folder, f"{origin}, image {i}") for i, value in enumerate(values, 1))
 
 
-def store_image(value: Any, folder: Path | None, origin: str) -> bytes:
+def encode_image(value: Any, folder: Path | None, origin: str) -> bytes:
     """Return the bytes of an image, or a reference to its file. Raises UserError if the value is not an image.
 
     Relative paths are resolved against `folder`, which contains the records, and then against the working directory.
     """
     if isinstance(value, Mapping):
-        return store_image(_select_source(value), folder, origin)
+        return encode_image(_select_source(value), folder, origin)
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):

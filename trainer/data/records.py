@@ -38,7 +38,7 @@ class Conversation:
     unused_fields: tuple[str, ...] = field(default=(), compare=False)
     """Unused nonempty fields of the record and of its turns."""
     images: tuple[bytes, ...] = ()
-    """The image for each IMAGE in the texts (see `store_image`)."""
+    """The image for each IMAGE in the texts (see `encode_image`)."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _read_turns(
         unused_fields += dict.fromkeys(f"{column}.{field}" for turn in turns for field in turn.list_unused())
         messages += read
     tools = _read_tools(record.get(fmt.names.get("tools", "tools")), origin)
-    return Conversation(messages, tools, weights, tuple(unused_fields), images.store(origin))
+    return Conversation(messages, tools, weights, tuple(unused_fields), images.encode_images(origin))
 
 
 def _find_keys(turn: Any, fmt: RecordFormat) -> tuple[str, str]:
@@ -352,7 +352,7 @@ def _read_tool_call(call: Any, origin: str) -> dict[str, Any]:
 
 
 def _read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """Read tool definitions, given as a list of JSON schemas or as a JSON string with such a list."""
+    """Read tool definitions, given as a list of JSON schemas or as that list in a JSON string."""
     value = None if isinstance(value, str) and not value.strip() else _parse_json(value, "tools are", origin)
     if not value:
         return None

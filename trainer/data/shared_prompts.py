@@ -38,7 +38,7 @@ def share_prompts(documents: Sequence[Sample]) -> tuple[list[Sample], list[int]]
     return shortened, shared_lengths
 
 
-def build_shared_keys(lengths: Sequence[int], shared_lengths: Sequence[int]) -> dict[str, Any]:
+def build_shared_key_arguments(lengths: Sequence[int], shared_lengths: Sequence[int]) -> dict[str, Any]:
     """Return the arguments to `varlen_attention` for shared keys; empty if nothing is shared.
 
     Document i, with `lengths[i]` tokens, also attends to the first `shared_lengths[i]` keys of document i - 1.

@@ -52,7 +52,7 @@ def read_source(
         if local is None:
             return _read_hub(source, name, label, streaming)
         if _is_saved_dataset(local):
-            return _read_saved(source, local, name, label)
+            return _read_saved_dataset(source, local, name, label)
         return _read_files(source, local, name, label, streaming, scratch)
 
     records = read_split(source.split, label, read)
@@ -248,7 +248,7 @@ def _build_read_error(source: SourceSection, label: str, kind: str, error: Excep
     return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete; copy it again")
 
 
-def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
+def _read_saved_dataset(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
     from datasets import Dataset
 
     try:
@@ -341,7 +341,7 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
         except (ValueError, AssertionError) as error:
             raise UserError(f"{label}.split={spec}: {error}") from None
         if bounds.from_ >= bounds.to:
-            raise UserError(f"{label}.split={spec}: selects none of {len(records):,} records; use a larger part")
+            raise UserError(f"{label}.split={spec}: selects none of the {len(records):,} records; use a larger slice")
         return records.select(range(bounds.from_, bounds.to))
     counts = _COUNTS.match(spec.removeprefix(name))
     if counts is None:

@@ -172,4 +172,4 @@ def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
     count = total // training.eval_steps if evaluates and training.eval_steps else 0
     if patience is not None and 0 < count <= patience:
         fix = f"use {max(1, count // 4)}, or a smaller training.eval_steps"
-        yield f"training.early_stopping={patience}: after {count:,} evaluations the run has ended; {fix}"
+        yield f"training.early_stopping={patience}: the run ends after {format_count(count, 'evaluation')}; {fix}"

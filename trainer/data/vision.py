@@ -148,7 +148,7 @@ def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tu
 
 @dataclass(frozen=True)
 class PromptImages:
-    """A prompt's images, in order (see `store_image`)."""
+    """A prompt's images, in order (see `encode_image`)."""
 
     reader: ImageReader
     stored: tuple[bytes, ...]

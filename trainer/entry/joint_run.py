@@ -297,7 +297,7 @@ class JointRun:
     ) -> None:  # fmt: skip
         """Run a joint forward and backward pass over the micro-batches of all adapters, and add their losses to `sums`.
 
-        `penalty_scale` multiplies the SCU penalties: the number of micro-steps in the last micro-step, otherwise 0.
+        `penalty_scale` multiplies the SCU penalties: the number of micro-steps on the last one, and 0 on the others.
         """
         engine, flat = self._engine, find_flat_adapter(self._engine.module)
         assert flat is not None and isinstance(self._loss, TokenLoss)

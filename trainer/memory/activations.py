@@ -11,7 +11,7 @@ from torch import nn
 
 from ops.head import LOGITS_AT_ONCE
 from trainer.config import TrainingSection
-from trainer.memory.observed import Kernels, Layer
+from trainer.memory.observed import Layer, LayerSettings
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import find_base_model
@@ -28,7 +28,7 @@ class MicroStep:
     rows: int
     targets: int
     """Positions per row for which logits are computed."""
-    kernels: Kernels
+    settings: LayerSettings
     own_norms: bool
     fused_loss: bool
     training: TrainingSection
@@ -44,12 +44,12 @@ class MicroStep:
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.kernels.length
+        return self.rows * self.settings.length
 
     @property
-    def element(self) -> int:
+    def element_size(self) -> int:
         """Bytes per activation value (e)."""
-        return self.kernels.dtype.itemsize
+        return self.settings.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def estimate_tower_activations(model: Any, image_tokens: int, work: MicroStep) -
     merge_size = getattr(config, "spatial_merge_size", None) or getattr(config, "pooling_kernel_size", None) or 1
     if tokens := getattr(base.config, "mm_tokens_per_image", None):
         merge_size = config.image_size // config.patch_size // tokens**0.5
-    patches = int(image_tokens * merge_size**2) * work.element
+    patches = int(image_tokens * merge_size**2) * work.element_size
     layer = patches * sum(module.in_features + module.out_features for module in linear)
     recomputed = work.training.gradient_checkpointing == "non_reentrant"
     return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
@@ -127,11 +127,11 @@ def loss_head_bytes(shapes: ModelShapes, work: MicroStep) -> int:
     The fused loss needs the norm's output T H e, the K hidden states and their gradients 2 K H e, and one chunk of
     logits. The unfused loss needs 12 bytes per logit, plus e for the tanh output if logits are capped.
     """
-    norm = work.tokens * (shapes.hidden * (work.element if work.own_norms else FP32) + FP32)
-    hidden = work.tokens * shapes.hidden * work.element
-    positions = work.rows * min(work.targets, work.kernels.length)
+    norm = work.tokens * (shapes.hidden * (work.element_size if work.own_norms else FP32) + FP32)
+    hidden = work.tokens * shapes.hidden * work.element_size
+    positions = work.rows * min(work.targets, work.settings.length)
     if work.fused_loss:
         chunk = min(positions * shapes.vocabulary, LOGITS_AT_ONCE)
-        return norm + hidden + (2 * positions * shapes.hidden + chunk) * work.element
-    per_logit = UNFUSED_LOSS_BYTES + (work.element if shapes.properties.caps else 0)
-    return norm + hidden + positions * (shapes.vocabulary * per_logit + 2 * shapes.hidden * work.element)
+        return norm + hidden + (2 * positions * shapes.hidden + chunk) * work.element_size
+    per_logit = UNFUSED_LOSS_BYTES + (work.element_size if shapes.properties.caps else 0)
+    return norm + hidden + positions * (shapes.vocabulary * per_logit + 2 * shapes.hidden * work.element_size)

@@ -33,7 +33,7 @@ def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str
     if not advice:
         fix = "use a smaller model or a larger GPU"
     elif not enough:
-        fix = f"no change is enough, the most helpful are {less}; use a smaller model or a larger GPU"
+        fix = f"no change is enough (most helpful: {less}); use a smaller model or a larger GPU"
     else:
         fix = f"set {enough}" + (f"; helpful but not enough: {less}" if less else "")
     largest = max(estimate.terms, key=lambda name: estimate.terms[name])

@@ -120,7 +120,7 @@ def estimate(
 
 def trained_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of trained weights in their compute dtype, partitioned at stage 3 unless gathered by layer."""
-    size = shapes.trained * placement.element
+    size = shapes.trained * placement.element_size
     return size if placement.by_layer else resident_bytes(size, placement)
 
 
@@ -132,7 +132,7 @@ def gradient_bytes(shapes: ModelShapes, placement: Placement) -> int:
     by_module = placement.zero.stage == 3 and not placement.by_layer
     if placement.zero.offload_optimizer if by_module else placement.training.gradient_accumulation_steps == 1:
         return 0
-    return shard_size(shapes.trained * placement.element, placement, 2)
+    return shard_size(shapes.trained * placement.element_size, placement, 2)
 
 
 def moment_bytes_per_element(shapes: ModelShapes, placement: Placement) -> float:
@@ -150,7 +150,7 @@ def optimizer_state_bytes(shapes: ModelShapes, placement: Placement) -> int:
     tensor.
     """
     if placement.zero.offload_optimizer:
-        return largest_trained_numel(shapes, placement) * placement.element
+        return largest_trained_numel(shapes, placement) * placement.element_size
     has_master = placement.has_master or placement.zero.stage >= 1
     per_element = moment_bytes_per_element(shapes, placement) + (FP32 if has_master else 0)
     return shard_size(int(shapes.trained * per_element), placement, 1)
@@ -165,7 +165,7 @@ def largest_trained_numel(shapes: ModelShapes, placement: Placement) -> int:
 
 def bucket_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of DeepSpeed's reduction buffer, which is capped at the number of trained elements."""
-    return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element
+    return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element_size
 
 
 def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
@@ -173,7 +173,7 @@ def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
     There is one bucket, or two if communication overlaps.
     """
-    gradients = shapes.trained * placement.element * (3 if placement.flat else 1)
+    gradients = shapes.trained * placement.element_size * (3 if placement.flat else 1)
     if placement.zero.stage == 0 or (placement.zero.stage == 3 and not placement.by_layer):
         return gradients
     overlaps = placement.zero.overlap_comm and not placement.flat
@@ -183,9 +183,9 @@ def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
 def update_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of gradients during the update, including two fp32 copies in 16-bit training."""
     if placement.zero.offload_optimizer:
-        return shapes.trained * placement.element
+        return shapes.trained * placement.element_size
     copies = shard_size(shapes.trained * FP32, placement, 1) if placement.has_master else 0
-    return shapes.trained * placement.element + 2 * copies
+    return shapes.trained * placement.element_size + 2 * copies
 
 
 def host_bytes(shapes: ModelShapes, placement: Placement, activations: int = 0) -> int:
@@ -194,14 +194,14 @@ def host_bytes(shapes: ModelShapes, placement: Placement, activations: int = 0) 
     streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
-    return max(offloaded_bytes(shapes, placement) + activations, loading * placement.element)
+    return max(offloaded_bytes(shapes, placement) + activations, loading * placement.element_size)
 
 
 def offloaded_bytes(shapes: ModelShapes, placement: Placement) -> int:
     total = placement.base_states
     if placement.zero.offload_optimizer:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
-        total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
+        total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element_size), placement, 1)
     if placement.zero.offload_parameters:
         gathered = list_gathered_weights(shapes, placement)
         total += base_shard_size(sum(stored_bytes(weight, placement) for weight in gathered), placement)
@@ -214,5 +214,5 @@ def checkpoint_bytes(shapes: ModelShapes, placement: Placement) -> int:
     A checkpoint contains the weights, and the master weights and moments in fp32.
     """
     checkpoints = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
-    weights = shapes.trained * placement.element
+    weights = shapes.trained * placement.element_size
     return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights

@@ -19,7 +19,7 @@ from trainer.patches.model_properties import ModelProperties
 from trainer.patches.norm_mlp_rope import PARTS
 from trainer.patches.tiled_mlp import AUTO_TILE
 
-Kernels = Literal["ours", "model"]
+KernelChoice = Literal["ours", "model"]
 VARLEN = "varlen"
 MIN_TILED_TOKENS = 4 * AUTO_TILE
 """Minimum tokens per micro-step at which `training.tiled_mlp: auto` uses tiles."""
@@ -70,9 +70,9 @@ class Decisions:
     """`varlen`, `sdpa`, `eager`, or the value of model.attn_implementation."""
     own_elementwise: Decision[bool]
     """Whether to try our kernels for norms, SwiGLU and rotary embedding."""
-    norms: Decision[Kernels]
-    swiglu: Decision[Kernels]
-    rotary: Decision[Kernels]
+    norms: Decision[KernelChoice]
+    swiglu: Decision[KernelChoice]
+    rotary: Decision[KernelChoice]
     adapters: Decision[str]
     """Implementation of adapted layers: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     siblings: Decision[bool]
@@ -140,7 +140,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
 
 def decide_for_images(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decisions:
     """Return the decisions for an image model: adapters and ZeRO as for text, everything else as in diffusers."""
-    model_code = Decision[Kernels]("model", "an image model")
+    model_code = Decision[KernelChoice]("model", "an image model")
     return replace(
         decide(config, machine, None),
         attention=Decision("sdpa"),
@@ -187,9 +187,9 @@ def _choose_elementwise(config: RunConfig, machine: Machine) -> Decision[bool]:
     return Decision(machine.own_kernels, "" if machine.own_kernels else "the CUDA kernels are not built")
 
 
-def _choose_kernels(part: str, model: ModelProperties | None, own_elementwise: Decision[bool]) -> Decision[Kernels]:
-    refusal = own_elementwise.reason if not own_elementwise.value or model is None else model.elementwise[part]
-    return Decision("model", refusal) if refusal or not own_elementwise.value else Decision("ours")
+def _choose_kernels(part: str, model: ModelProperties | None, elementwise: Decision[bool]) -> Decision[KernelChoice]:
+    refusal = elementwise.reason if not elementwise.value or model is None else model.elementwise[part]
+    return Decision("model", refusal) if refusal or not elementwise.value else Decision("ours")
 
 
 def _choose_adapters(config: RunConfig, machine: Machine) -> Decision[str]:

@@ -58,7 +58,7 @@ class ImagePlanner(Planner):
     def estimate(self, config: RunConfig) -> Estimate:
         training, lora = config.training, config.lora.model_dump_json()
         recompute = training.gradient_checkpointing != "none"
-        activations = self._observe_images(config.image.resolution, lora, self._element, recompute=recompute)
+        activations = self._observe_images(config.image.resolution, lora, self._element_size, recompute=recompute)
         if recompute and training.offload_activations:
             activations = replace(activations, kept=0)
         rows = training.batch_size * (2 if config.image.prior is not None else 1)
@@ -100,13 +100,13 @@ def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
 
 
 def observe_activations(
-    pipeline: Pipeline, text: CaptionShapes, side: int, lora: str, element: int, *, recompute: bool
+    pipeline: Pipeline, text: CaptionShapes, side: int, lora: str, element_size: int, *, recompute: bool
 ) -> Activations:
-    """Observe the activation memory for an image of `side` x `side` pixels, with `element` bytes per value.
+    """Observe the activation memory for an image of `side` x `side` pixels, with `element_size` bytes per value.
 
     `lora` is the settings section as JSON, because the arguments must be hashable.
     """
-    dtype = torch.float32 if element == 4 else torch.bfloat16
+    dtype = torch.float32 if element_size == 4 else torch.bfloat16
     model = _build_meta_model(pipeline, LoraSection.model_validate_json(lora)).to("meta", dtype)
     denoiser = model.get_base_model().denoiser.train()
     if recompute:

@@ -41,7 +41,7 @@ SCAN = "mamba2_chunk_scan"
 
 
 @dataclass(frozen=True)
-class Kernels:
+class LayerSettings:
     """Properties of a run that determine which tensors a layer keeps."""
 
     length: int
@@ -96,16 +96,16 @@ class Layer:
 class Meter(TorchDispatchMode):
     """Counts live bytes and their peak while operators run, excluding the model's parameters and buffers."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels | None = None) -> None:
+    def __init__(self, model: nn.Module, settings: LayerSettings | None = None) -> None:
         super().__init__()
-        self._kernels, self.measuring = kernels, False
+        self._settings, self.measuring = settings, False
         self.live = self.peak = self.operator_bytes = 0
         self._sizes = {int(tensor.untyped_storage()._cdata): 0 for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # transformers checks whether every row is one document.
-            return self._kernels is None or not self._kernels.masked
+            return self._settings is None or not self._settings.masked
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -126,13 +126,13 @@ class Meter(TorchDispatchMode):
 
     def _count_internal(self, func: Any, args: Sequence[Any]) -> int:
         """Return the bytes that one of our operators allocates internally: dequantized weights, or 8-bit copies."""
-        if self._kernels is None or not self._kernels.packed:
+        if self._settings is None or not self._settings.packed:
             return 0
         backward = func is torch.ops.zerolora.lora_backward.default
         if not (backward or func is torch.ops.zerolora.lora_forward.default):
             return 0
         weights = args[2] if backward else args[1]
-        if self._kernels.is_8bit:
+        if self._settings.is_8bit:
             return sum(tensor.numel() for tensor in (*weights, *args[0])) if backward else 0
         sizes = [weight.nbytes for weight in weights]
         return sum(sizes) if backward and sum(sizes) <= MAX_DEQUANTIZED_TOGETHER else max(sizes)
@@ -153,18 +153,18 @@ class NoEstimateError(UserError):
         )
 
 
-def observe_layers(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int, Layer]:
+def observe_layers(shapes: ModelShapes, settings: LayerSettings, rows: int) -> dict[int, Layer]:
     """Return the memory that one layer needs for `rows` rows, by layer kind."""
-    model = shapes.model.to("meta", kernels.dtype).train()
+    model = shapes.model.to("meta", settings.dtype).train()
     layers: dict[int, Layer] = {}
-    meter = Meter(model, kernels)
+    meter = Meter(model, settings)
     try:
-        with substitute_attention(copied=kernels.copied_heads), forbid_triton(), meter:
+        with substitute_attention(copied=settings.copied_heads), forbid_triton(), meter:
             results = _intercept_layers(shapes, meter, layers)
-            _apply_patches(model, kernels)
+            _apply_patches(model, settings)
             results.clear()
             meter.measuring = True
-            _forward(model, rows, kernels.length)
+            _forward(model, rows, settings.length)
     except _ObservationComplete:
         pass
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -175,10 +175,10 @@ def observe_layers(shapes: ModelShapes, kernels: Kernels, rows: int) -> dict[int
     return layers
 
 
-def count_rows_to_observe(shapes: ModelShapes, kernels: Kernels) -> int:
+def count_rows_to_observe(shapes: ModelShapes, settings: LayerSettings) -> int:
     """Return the number of rows from which all inputs are large enough to recompute, so that memory grows linearly."""
-    row = kernels.length * shapes.hidden * kernels.dtype.itemsize
-    return 1 if kernels.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
+    row = settings.length * shapes.hidden * settings.dtype.itemsize
+    return 1 if settings.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
 
 @replaces("Triton's `JITFunction.run`")
@@ -199,34 +199,34 @@ def _forward(model: Any, rows: int, length: int) -> Any:
     return model(input_ids=torch.zeros(rows, length, dtype=torch.long, device="meta"), use_cache=False)
 
 
-def _apply_patches(model: Any, kernels: Kernels) -> None:
+def _apply_patches(model: Any, settings: LayerSettings) -> None:
     """Patch the model as a run does (trainer/patches/installation.py)."""
     from trainer.patches.fused_lora import group_layers  # imports bitsandbytes
 
-    _set_attention(model, kernels)
-    if kernels.elementwise:
-        replace_elementwise(model, frozen_norms=kernels.frozen_norms, recompute=kernels.recomputed)
-    _replace_experts(model, kernels)
-    for module in model.modules() if kernels.scan_by_kernel else ():
+    _set_attention(model, settings)
+    if settings.elementwise:
+        replace_elementwise(model, frozen_norms=settings.frozen_norms, recompute=settings.recomputed)
+    _replace_experts(model, settings)
+    for module in model.modules() if settings.scan_by_kernel else ():
         if hasattr(file := sys.modules[type(module).__module__], SCAN) and getattr(file, SCAN) is not _scan:
             replace(file, SCAN, _scan)
-    if kernels.fused:
-        for group in group_layers(model, partial(_forward, model, 1, 8), separate=kernels.separate)[1]:
+    if settings.fused:
+        for group in group_layers(model, partial(_forward, model, 1, 8), separate=settings.separate)[1]:
             group.install()
-    if kernels.recomputed != "none":
+    if settings.recomputed != "none":
         install_input_recomputation(model)
-    if kernels.mlp_tile:
-        tile_feed_forward(model, kernels.mlp_tile)
-    if kernels.selective:
+    if settings.mlp_tile:
+        tile_feed_forward(model, settings.mlp_tile)
+    if settings.selective:
         enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
 
 
-def _set_attention(model: Any, kernels: Kernels) -> None:
+def _set_attention(model: Any, settings: LayerSettings) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLASH, _attend)
     base = find_base_model(model)
-    attention = FLASH if kernels.attention == "flash" else kernels.attention
+    attention = FLASH if settings.attention == "flash" else settings.attention
     if base.config._attn_implementation != attention:
         base.set_attn_implementation(attention)
 
@@ -235,7 +235,7 @@ def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwa
     return _Flash.apply(query, key, value, None).transpose(1, 2), None
 
 
-def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
+def _replace_experts(model: nn.Module, settings: LayerSettings) -> None:
     """Replace the forward method of experts without an adapter, because transformers' own fails on the meta device."""
     from trainer.model.expert_adapter import ParamWrapper
 
@@ -243,17 +243,17 @@ def _replace_experts(model: nn.Module, kernels: Kernels) -> None:
     for experts in find_expert_modules(model).values():
         if id(experts) in wrapped or takes_all_tokens(experts):
             continue
-        by_operator = kernels.on_gpu and kernels.fused and detect_activation(experts) is not None
+        by_operator = settings.on_gpu and settings.fused and detect_activation(experts) is not None
         compute: Callable[..., Any] = partial(run_adapted_experts if by_operator else run_in_torch, experts, {})
-        if kernels.packed_experts and not by_operator:
+        if settings.packed_experts and not by_operator:
             compute = partial(checkpoint, compute, use_reentrant=False)
         replace(experts, "forward", compute)
 
 
 def _intercept_layers(shapes: ModelShapes, meter: Meter, layers: dict[int, Layer]) -> dict[int, Any]:
-    """Patch layers so that one of each kind is measured into `layers` and all others reuse its result.
+    """Patch the layers to run one of each kind, record its memory in `layers`, and reuse its output for the others.
 
-    Returns the results by kind, filled in while the model runs.
+    Returns a dict from kind to output, filled in while the model runs.
     """
     results: dict[int, Any] = {}
 

@@ -66,7 +66,7 @@ class Recovery:
         note = RestartNote(step, new_size, new_accumulation, self._config.zero.stage)
         note.write(Path(self._config.output_dir) / "logs")
         return StepOutOfMemoryError(
-            f"step {step}: out of memory with batch_size {size}; to continue manually add "
+            f"step {step}: out of memory with batch_size {size}; to continue manually, add "
             + " ".join(f"{name}={value}" for name, value in note.format_overrides().items())
             + (" training.resume_from_checkpoint=latest" if last_checkpoint_step else ""),
             EXIT_RESTART,

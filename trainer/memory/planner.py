@@ -17,7 +17,7 @@ from trainer.memory.activations import Activations, MicroStep, combine_layers, e
 from trainer.memory.bytes import GIB, Estimate, estimate, offloaded_bytes
 from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.observed import Kernels, Layer, count_rows_to_observe, observe_layers
+from trainer.memory.observed import Layer, LayerSettings, count_rows_to_observe, observe_layers
 from trainer.memory.stored_weights import ModelShapes, Placement, list_gathered_weights, stored_bytes
 from trainer.parallel.ranks.group import list_shard_groups
 from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
@@ -136,7 +136,7 @@ class Planner:
         if placement.zero.stage == 3:
             layers = sum(stored_bytes(weight, placement) for weight in list_gathered_weights(self.shapes, placement))
             weights = 2 * placement.training.gradient_accumulation_steps * layers
-        gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element // machine.world_size
+        gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element_size // machine.world_size
         return {
             "weights_from_its_host": weights * (near - 1) // len(group),
             "weights_from_other_hosts": weights * (len(group) - near) // len(group),
@@ -251,7 +251,7 @@ class Planner:
 
     def build_work(self, config: RunConfig, decided: Decisions) -> MicroStep:
         training = config.training
-        kernels, fused = self._build_kernels(config, decided), bool(decided.fused_head.value)
+        settings, fused = self._build_settings(config, decided), bool(decided.fused_head.value)
         room = self.machine.host_memory
         if room is not None:
             room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
@@ -261,24 +261,24 @@ class Planner:
             reference_rows=reference,
             # Without the fused loss, a position with a target in one row has logits in every row. If fusing is only
             # decided on the device, all logits are counted.
-            targets=self.lengths.targets if training.batch_size == 1 or fused else kernels.length,
-            kernels=kernels,
+            targets=self.lengths.targets if training.batch_size == 1 or fused else settings.length,
+            settings=settings,
             own_norms=decided.norms.value == "ours",
             fused_loss=fused,
             training=training,
             host_memory=room,
         )
 
-    def _build_kernels(self, config: RunConfig, decided: Decisions) -> Kernels:
+    def _build_settings(self, config: RunConfig, decided: Decisions) -> LayerSettings:
         attention, on_gpu, packed = decided.attention.value, self.machine.on_gpu, config.adapter == "qlora"
         flat = attention == VARLEN or attention.startswith("flash_attention")
         if attention == VARLEN and not self.machine.flash:
             # For attention sinks without flash attention, count the model's own code, with the pack as one document.
             attention = "eager" if self.shapes.properties.sinks else "sdpa"
         separate = not decided.siblings.value and decided.adapters.value in ("cuda", "reference")
-        return Kernels(
+        return LayerSettings(
             length=-(-min(self.lengths.longest, config.dataset.max_length) // config.parallel.sequence),
-            dtype=torch.float32 if self._element == 4 else torch.bfloat16,
+            dtype=torch.float32 if self._element_size == 4 else torch.bfloat16,
             attention="flash" if flat and attention != "eager" else attention,
             masked=config.dataset.packing and not flat,
             copied_heads=on_gpu and not self.machine.flash and attention == "sdpa",
@@ -297,26 +297,26 @@ class Planner:
         )
 
     def estimate_activations(self, work: MicroStep) -> Activations:
-        plain = replace(work.kernels, recomputed="none", selective=False)
+        plain = replace(work.settings, recomputed="none", selective=False)
         layers, plain_layers = (
             [observed[kind] for kind in self.shapes.layers]
-            for observed in (self._estimate_layers(kernels, work.rows) for kernels in (work.kernels, plain))
+            for observed in (self._estimate_layers(settings, work.rows) for settings in (work.settings, plain))
         )
         return combine_layers(layers, plain_layers, work.larger_pass_rows / work.rows, work)
 
-    def _estimate_layers(self, kernels: Kernels, rows: int) -> dict[int, Layer]:
-        if kernels.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
-            short = (replace(kernels, length=length) for length in (SHORT, 2 * SHORT))
-            single, double = (self._estimate_layers(variant, rows) for variant in short)
-            return {kind: layer.extrapolate(double[kind], kernels.length / SHORT - 1) for kind, layer in single.items()}
-        linear_from = count_rows_to_observe(self.shapes, kernels)
+    def _estimate_layers(self, settings: LayerSettings, rows: int) -> dict[int, Layer]:
+        if settings.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
+            single, double = (self._estimate_layers(replace(settings, length=n), rows) for n in (SHORT, 2 * SHORT))
+            steps = settings.length / SHORT - 1
+            return {kind: layer.extrapolate(double[kind], steps) for kind, layer in single.items()}
+        linear_from = count_rows_to_observe(self.shapes, settings)
         if rows <= linear_from:
-            return self._observe(kernels, rows)
-        single, double = (self._observe(kernels, count) for count in (linear_from, 2 * linear_from))
+            return self._observe(settings, rows)
+        single, double = (self._observe(settings, count) for count in (linear_from, 2 * linear_from))
         return {kind: layer.extrapolate(double[kind], rows / linear_from - 1) for kind, layer in single.items()}
 
     @cached_property
-    def _observe(self) -> Callable[[Kernels, int], dict[int, Layer]]:
+    def _observe(self) -> Callable[[LayerSettings, int], dict[int, Layer]]:
         return cache(partial(observe_layers, self.shapes))
 
     def _build_placement(self, config: RunConfig, decided: Decisions) -> Placement:
@@ -328,7 +328,7 @@ class Planner:
             world_size=self.machine.world_size,
             by_layer=decided.gather.value == "layer",
             flat=decided.flat.value,
-            element=self._element,
+            element_size=self._element_size,
             shard_group=decided.shard_group.value,
             base_states=self._base_state_bytes(config, decided),
         )
@@ -339,11 +339,11 @@ class Planner:
         kl = scu.enabled and scu.measure == "kl"
         if not kl or not scu.reference_cache or decided.fused_head.value is False:
             return 0
-        size = (self.lengths.reference or 0) * self.shapes.hidden * self._element
+        size = (self.lengths.reference or 0) * self.shapes.hidden * self._element_size
         return size if scu.reference_cache is True or size <= MAX_AUTO_CACHE_BYTES else 0
 
     @cached_property
-    def _element(self) -> int:
+    def _element_size(self) -> int:
         return 4 if self.machine.precision == "fp32" else 2
 
 

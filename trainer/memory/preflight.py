@@ -44,7 +44,7 @@ class MemoryPlan:
     def record(self, run_dir: Path, measured: int, device: torch.device) -> str:
         """Write estimate, measured peak and decisions to run.json. Return a line for the console.
 
-        On a CPU the measurement includes Python and libraries, and there is no estimate.
+        On a CPU the measurement includes Python and libraries, and nothing is estimated.
         """
         on_gpu = device.type == "cuda"
         estimate = self.estimate if on_gpu else None
@@ -58,7 +58,7 @@ class MemoryPlan:
         }
         write_json(path, record)
         if estimate is None:
-            why = "this model has no estimate" if on_gpu else "of a whole process; only GPUs have an estimate"
+            why = "cannot be estimated for this model" if on_gpu else "of the process; only GPU memory is estimated"
             return f"{'memory':<12} peak {format_gib(measured)} ({why})"
         error = measured / estimate.peak - 1
         return f"{'memory':<12} {format_gib(estimate.peak)} predicted, {format_gib(measured)} measured ({error:+.1%})"
@@ -97,16 +97,16 @@ def plan_for_machine(
         planner = kind.from_run(machine, config, prepared)
         planner.estimate(planner.resolve(config, None))  # runs layers of the model, which may fail
     except (NoEstimateError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # A model without an estimate can still be trained if no setting depends on the estimate.
+        # A model whose memory cannot be estimated can be trained if no setting depends on the estimate.
         reason = error.reason if isinstance(error, NoEstimateError) else f"{type(error).__name__}: {error}"
         if has_auto:
             raise UserError(
-                f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); set both to numbers"
+                f"zero.stage or training.batch_size=auto: memory cannot be estimated ({reason}); set both to numbers"
             ) from None
         if config.training.gradient_checkpointing == "auto":
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
         config = resolve_eval_and_save_steps(config, *counts)
-        note = f"no memory estimate for this model ({reason})"
+        note = f"the memory use of this model cannot be estimated ({reason})"
         return MemoryPlan(config, None, kind.decide(config, machine, None), kind, (note,))
     resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counts)
     estimate = planner.estimate(resolved)

@@ -92,7 +92,7 @@ def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network: fl
     received = planner.bytes_received(config)["gradients"]
     gradients = received / slowest_link + LATENCY_S * math.log2(ranks)
     slowest = STEP_TIME_STD * math.sqrt(2 * math.log(ranks)) * compute * accumulation
-    tokens = work.rows * work.kernels.length * accumulation
+    tokens = work.rows * work.settings.length * accumulation
     sums = [Collective("sum of the adapter's gradients", 1, received, gradients)] if received else []
     parts = (compute * accumulation, added * accumulation, exchange * accumulation, gradients, slowest)
     return StepTime(*parts, tokens, (*gathers, *exchanges, *sums)), note
@@ -103,7 +103,7 @@ def _find_measured(planner: Planner, config: RunConfig, gpu_name: str) -> tuple[
     measured, note = GPU_MEASUREMENTS.get(gpu_name), ""
     if measured is None:
         measured = GPU_MEASUREMENTS[REFERENCE_GPU]
-        note = f"{gpu_name} was never measured: assumes the utilization and links of {REFERENCE_GPU}"
+        note = f"{gpu_name} was never measured; using the utilization and links of {REFERENCE_GPU}"
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
     utilization = measured.get("experts", {}) if has_experts else measured["utilization"]
@@ -123,8 +123,8 @@ def _predict_compute(
     planner: Planner, config: RunConfig, work: MicroStep, fraction: float, measured: dict[str, Any], rate: float
 ) -> float:
     """Return the compute time of a micro-step in seconds: attention at its measured rate, all else at `rate` FLOP/s."""
-    ranks, length = config.parallel.sequence, work.kernels.length * config.parallel.sequence
-    linear = count_flops(planner.shapes, work.rows, work.kernels.length, min(work.targets, work.kernels.length))
+    ranks, length = config.parallel.sequence, work.settings.length * config.parallel.sequence
+    linear = count_flops(planner.shapes, work.rows, work.settings.length, min(work.targets, work.settings.length))
     attention = count_attention_flops(planner.shapes, work.rows, length) / ranks
     speeds = measured["attention"]
     forward, backward = speeds[max((shortest for shortest in speeds if shortest <= length), default=min(speeds))]
@@ -158,7 +158,7 @@ def _predict_exchanges(
     keys = getattr(planner.shapes.model.config.get_text_config(), "num_key_value_heads", None) or heads
     widths = 2 * (heads + keys * ranks // math.gcd(keys, ranks)) * size
     passes = (2 + fraction * config.training.recompute_attention) * len(planner.shapes.layers)
-    received = work.rows * work.kernels.length * widths * work.element * (ranks - 1) // ranks
+    received = work.rows * work.settings.length * widths * work.element_size * (ranks - 1) // ranks
     seconds = received / link + 2 * LATENCY_S * math.log2(ranks)
     count = round(2 * passes) * config.training.gradient_accumulation_steps
     return passes * seconds, [Collective("exchange of tokens for heads", count, received // 2, seconds / 2)]

@@ -73,7 +73,7 @@ class Placement:
     """Whether stage 3 gathers whole layers and replicates the adapter."""
     flat: bool
     """Whether all LoRA factors are in one buffer."""
-    element: int
+    element_size: int
     shard_group: int = 0
     """Ranks that share one copy of the base model at stage 3; 0: all."""
     base_states: int = 0
@@ -82,7 +82,7 @@ class Placement:
     @property
     def has_master(self) -> bool:
         """Whether training uses a 16-bit dtype with fp32 master weights."""
-        return self.element < 4
+        return self.element_size < 4
 
 
 def round_up(size: int) -> int:
@@ -93,7 +93,7 @@ def round_up(size: int) -> int:
 def stored_bytes(weight: Weight, placement: Placement) -> int:
     """Return the bytes of a stored weight. Quantized elements need 1 or 1/2 byte each, plus scales."""
     if not is_packed(weight, placement):
-        return round_up(weight.elements * placement.element)
+        return round_up(weight.elements * placement.element_size)
     if (weight.stored_bits or (8 if placement.quantization.is_8bit and not weight.mxfp4 else 4)) == 8:
         return round_up(weight.elements) + scale_bytes(weight, placement)
     return round_up((weight.elements + 1) // 2) + scale_bytes(weight, placement)
@@ -132,7 +132,7 @@ def dequantized_expert_bytes(shapes: ModelShapes, placement: Placement) -> int:
     layers: dict[int, list[int]] = {}
     for weight in shapes.weights:
         if weight.experts and is_packed(weight, placement):
-            layers.setdefault(weight.layer, []).append(round_up(weight.elements * placement.element))
+            layers.setdefault(weight.layer, []).append(round_up(weight.elements * placement.element_size))
     return max(map(sum, layers.values()), default=0)
 
 
@@ -141,7 +141,7 @@ def fake_quantization_bytes(shapes: ModelShapes, placement: Placement) -> int:
     if not placement.training.qat:
         return 0
     largest = max((weight.elements for weight in shapes.weights if weight.packable and not weight.experts), default=0)
-    return round_up(largest * placement.element) + BYTES_PER_ROUNDED_WEIGHT * min(largest, ELEMENTS_AT_ONCE)
+    return round_up(largest * placement.element_size) + BYTES_PER_ROUNDED_WEIGHT * min(largest, ELEMENTS_AT_ONCE)
 
 
 def base_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
@@ -173,8 +173,8 @@ def gathered_bytes(shapes: ModelShapes, placement: Placement) -> tuple[int, int]
     outside = max((stored_bytes(weight, placement) for weight in fetched if weight.layer < 0), default=0)
     if placement.by_layer:
         return inside, outside
-    prefetched = inside + placement.zero.prefetch_bucket_size * placement.element
-    return min(sum(layers), prefetched, placement.zero.max_live_parameters * placement.element), outside
+    prefetched = inside + placement.zero.prefetch_bucket_size * placement.element_size
+    return min(sum(layers), prefetched, placement.zero.max_live_parameters * placement.element_size), outside
 
 
 def list_gathered_weights(shapes: ModelShapes, placement: Placement) -> list[Weight]:

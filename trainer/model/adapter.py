@@ -314,7 +314,7 @@ class GradientCheck:
 
         return hook
 
-    def _may_be_idle(self, name: str) -> bool:
+    def _may_lack_gradient(self, name: str) -> bool:
         """Return whether a tensor may lack a gradient: in an unused expert, or in a layer only for long sequences."""
         expert = EXPERT_NAME.match(name)
         others = filter(None, (EXPERT_NAME.match(other) for other in self._finite)) if expert else ()
@@ -327,14 +327,14 @@ class GradientCheck:
         """Remove the hooks and check the gradients they recorded.
 
         Raises:
-            RuntimeError: if a parameter received no gradient, unless it may be idle (`_may_be_idle`).
+            RuntimeError: if a parameter received no gradient, unless it may lack one (`_may_lack_gradient`).
             FloatingPointError: if a gradient is not finite.
         """
         if self._flat is not None:
             self._flat.set_view_hook(None)
         for handle in self._handles:
             handle.remove()
-        missing = [name for name in self._names if name not in self._finite and not self._may_be_idle(name)]
+        missing = [name for name in self._names if name not in self._finite and not self._may_lack_gradient(name)]
         if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(self._names)} trained tensors got no gradient (first: {missing[0]}); "

@@ -37,11 +37,11 @@ def generate_texts(
 ) -> list[str]:
     """Generate continuations of tokenized prompts in one left-padded batch, up to the model's context length."""
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
-    length, longest = padded["input_ids"].shape[1], get_context_length(model.config)
+    length, context = padded["input_ids"].shape[1], get_context_length(model.config)
     generated = model.generate(
         input_ids=padded["input_ids"],
         attention_mask=padded["attention_mask"],
-        max_new_tokens=max_new_tokens if longest is None else max(1, min(max_new_tokens, longest - length)),
+        max_new_tokens=max_new_tokens if context is None else max(1, min(max_new_tokens, context - length)),
         use_cache=True,
         eos_token_id=find_stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,

@@ -110,7 +110,7 @@ class ExpertFactor(nn.Module):
         super().__init__()
         self.down, self.experts = down, experts
         self.weight = nn.Parameter(self.from_peft(weight).contiguous())
-        self.register_load_state_dict_pre_hook(self._convert_loaded)
+        self.register_load_state_dict_pre_hook(self._convert_loaded_state)
 
     def to_peft(self, weight: Tensor) -> Tensor:
         """Return the factor in PEFT's shape: [E R, I] for A, [O, R E] for B."""
@@ -123,7 +123,7 @@ class ExpertFactor(nn.Module):
             return weight.unflatten(0, (self.experts, -1))
         return weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
 
-    def _convert_loaded(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    def _convert_loaded_state(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
         name = f"{prefix}weight"
         if name in state and state[name].dim() == 2:
             state[name] = self.from_peft(state[name])

@@ -115,15 +115,14 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     reason = f"adapters do not support the experts of {min(unknown)}" if unknown else "this model has no experts"
     matrices = [path for path, parameter in model.named_parameters() if len(get_full_shape(parameter)) in (2, 3)]
     linear = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    fix = "set lora.experts: true, or remove the entry"
     for name in lora.target_parameters:
         if matches_aliases(name, aliases):
             if not lora.experts:
-                raise UserError(
-                    f"lora.target_parameters={name}: names experts; remove the name, or set lora.experts: true"
-                )
+                raise UserError(f"lora.target_parameters={name}: matches experts, but lora.experts is false; {fix}")
         elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
-                raise UserError(f"lora.target_parameters={name}: {reason}; remove the name")
+                raise UserError(f"lora.target_parameters={name}: {reason}; remove the entry")
             names = {
                 path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *aliases)
             }
@@ -131,20 +130,20 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             hint = f"did you mean {nearest[0]}?" if nearest else "use a name from model.named_parameters()"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
         elif "all-linear" in lora.target_modules and any(_ends_with(path, name) for path in linear):
-            raise UserError(f"lora.target_parameters={name}: already adapted by all-linear; remove the name")
+            raise UserError(f"lora.target_parameters={name}: already adapted by all-linear; remove the entry")
     if not experts:
         if lora.expert_rank != "r":
             raise UserError(f"lora.expert_rank={lora.expert_rank}: {reason}; remove the setting")
         for name in lora.target_modules:
             if "experts" in name.split("."):
-                raise UserError(f"lora.target_modules={name}: {reason}; name other layers, or use all-linear")
+                raise UserError(f"lora.target_modules={name}: {reason}; list other layers, or use all-linear")
     for name in lora.target_modules if experts else ():
         if matches_aliases(name, aliases) and not lora.experts and "experts" in name.split("."):
-            raise UserError(f"lora.target_modules={name}: names experts; remove the name, or set lora.experts: true")
+            raise UserError(f"lora.target_modules={name}: matches experts, but lora.experts is false; {fix}")
         if single := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
             pattern = name[: single.start(1)] + "*" + name[single.end(1) :]
             raise UserError(
-                f"lora.target_modules={name}: names one expert, but all experts of a layer are adapted together; use "
+                f"lora.target_modules={name}: matches one expert, but all experts of a layer are adapted together; use "
                 f"{pattern if matches_aliases(pattern, aliases) else 'experts'}"
             )
 

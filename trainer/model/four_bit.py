@@ -29,7 +29,7 @@ def dequantize_weight(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype
     """Dequantize a packed 4-bit weight to [O,I] in `dtype`.
 
     On a CPU, bitsandbytes 0.50.2 uses the wrong scales if a row is not a whole number of blocks (10 to 16 % error for
-    rows of 64 with blocks of 128). Such weights are dequantized here instead.
+    rows of 64 with blocks of 128). Those weights are dequantized here instead.
     """
     has_whole_blocks = quant_state.shape[-1] % quant_state.blocksize == 0
     if weight.device.type != "cpu" or has_whole_blocks:

@@ -15,7 +15,7 @@ import xxhash
 from trainer.config import DatasetSection, ModelSection, UserError
 from trainer.contract.rendezvous import get_host_name
 from trainer.data.image_features import GRID, FeatureFiles, TowerOutput
-from trainer.data.image_parts import store_image
+from trainer.data.image_parts import encode_image
 from trainer.data.samples import Samples
 from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
 from trainer.model.base import load_model_config
@@ -109,7 +109,7 @@ def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> Prom
                 "in docs/reference/vision-models.md, and install the package named there"
             )
         return None
-    return PromptImages(reader, tuple(store_image(file, None, f"--image={file}") for file in files))
+    return PromptImages(reader, tuple(encode_image(file, None, f"--image={file}") for file in files))
 
 
 def has_trained_image_modules(model: Any) -> bool:

@@ -81,7 +81,7 @@ def read_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes
         )
     if packed and not declared:
         raise UserError(
-            f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not declare it; take config.json from "
+            f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not declare it; use config.json from "
             "the same model"
         )
     shapes = {name: shape for name, shape in stored.items() if not name.endswith((BLOCKS, SCALES))}

@@ -39,7 +39,7 @@ SERVING_SUFFIXES = (
 DEFAULT_BLOCK = (128, 128)
 CONVERSIONS = ("MergeModulelist", "Concatenate", "Transpose")
 """transformers' conversions that apply to a grid of scales in the same way as to the values."""
-SAME_MODEL_FIX = "take config.json and weights from the same model"
+SAME_MODEL_FIX = "use config.json and weights from the same model"
 Block = tuple[int, int]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.config import UserError
+from trainer.config.errors import UserError, format_count
 from trainer.contract.known_versions import require
 
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two parts of an MXFP4 tensor
@@ -160,8 +160,8 @@ def _add_tied(model: Any, layout: dict[str, StoredParameter], base_model: str) -
     missing = [name for name, value in parameters.items() if id(value) not in by_id and name not in tied]
     if missing:
         raise UserError(
-            f"base_model={base_model}: {len(missing)} weights are missing (first: {missing[0]}); "
-            "take config.json and weights from the same model, or download the model again"
+            f"base_model={base_model}: {format_count(len(missing), 'weight')} missing (first: {missing[0]}); "
+            "use config.json and weights from the same model, or download the model again"
         )
     return layout | {name: by_id[id(parameter)] for name, parameter in parameters.items()}
 

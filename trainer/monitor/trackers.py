@@ -156,7 +156,7 @@ def _open_comet(request: _RunRequest) -> OpenRun:
 
 
 def _open_tensorboard(request: _RunRequest) -> OpenRun:
-    """Open an event file; TensorBoard hides steps in earlier files that the run repeats."""
+    """Open an event file, with `purge_step` set so that TensorBoard hides steps that a resumed run logs again."""
     from torch.utils.tensorboard import SummaryWriter, summary  # takes a second to import
 
     folder = request.folder / "tensorboard" / (re.sub(r"[^\w.-]+", "-", request.name).lstrip(".") or "run")

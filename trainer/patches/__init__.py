@@ -1,1 +1,1 @@
-"""Replace parts of transformers, PEFT, torch and DeepSpeed: forwards, attention, the loss, recomputation."""
+"""Replace parts of transformers, PEFT, torch and DeepSpeed: `forward` methods, attention, the loss, recomputation."""

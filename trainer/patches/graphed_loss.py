@@ -116,11 +116,11 @@ class GraphedLoss:
             result: Tensor = model()
         return result
 
-    def values(self, *, training: bool = True) -> dict[str, float]:
-        return self._loss.values(training=training)
+    def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
+        return self._loss.pop_metrics(training=training)
 
     def pop_replayed_fraction(self) -> float:
-        """Return the fraction of batches that were replayed since the last call, and reset the counts."""
+        """Return the fraction of batches replayed since the last call, and reset the counts."""
         fraction = self._replayed / max(self._calls, 1)
         self._calls = self._replayed = 0
         return fraction

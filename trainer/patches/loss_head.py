@@ -136,7 +136,7 @@ class TokenLoss:
             lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None
         )
 
-    def values(self, *, training: bool = True) -> dict[str, float]:
+    def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
         """Return additional metrics to log: none for this loss."""
         return {}
 

@@ -40,7 +40,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class ElementwisePlan:
-    """Forwards and modeling-file functions that our operators can replace, and those that they cannot."""
+    """Which `forward` methods and modeling functions our operators can replace, and why they cannot replace others."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     """Pairs (module, new forward)."""
@@ -50,23 +50,23 @@ class ElementwisePlan:
     """Pairs (class or function, reason)."""
 
     @property
-    def norms(self) -> int:
+    def norm_count(self) -> int:
         return sum(_is_norm(type(module).__name__) for module, _ in self.forwards)
 
     @property
-    def mlps(self) -> int:
-        return len(self.forwards) - self.norms
+    def mlp_count(self) -> int:
+        return len(self.forwards) - self.norm_count
 
     def format_summary(self) -> list[str]:
-        replaced = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.functions else 'no '}rotary embedding"
+        replaced = f"{self.norm_count} norms, {self.mlp_count} gated MLPs, {'' if self.functions else 'no '}rotary"
         counts = Counter(self.rejected)
-        return [f"element-wise operators: {replaced}"] + [
+        return [f"element-wise operators: {replaced} embedding"] + [
             f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
         ]
 
     def find_reasons(self) -> dict[str, str]:
         """Return, for each of PARTS, why it is not replaced everywhere; "" if it is."""
-        parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": len(self.functions)}
+        parts = {"rms_norm": self.norm_count, "swiglu": self.mlp_count, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known type" for part, count in parts.items()}
         for name, reason in self.rejected:
             reasons["rms_norm" if _is_norm(name) else "rope" if name == ROTARY else "swiglu"] = f"{name}: {reason}"

@@ -34,10 +34,10 @@ class DocumentLayout:
     """Locates the documents in a micro-batch [B, L], and groups them into batches."""
 
     def __init__(self, position_ids: Tensor, move: Callable[[Tensor], Tensor], *, one_call: bool) -> None:
-        """Find the documents on the host, from positions that restart; `move` copies indices to the device.
+        """Find the documents on the CPU, by where position IDs restart at 0; `move` copies indices to the device.
 
-        Documents of similar length are computed together, with at most half of the tokens as padding. With
-        `one_call`, all are computed together: if calls gather weights, every rank must make the same number of calls.
+        Documents of similar length form a batch, so that at most half of its tokens are padding. With `one_call`, all
+        documents form one batch: if calls gather weights, every rank must make the same number of calls.
         """
         self.shape = position_ids.shape
         is_first = position_ids.flatten() == 0

@@ -37,7 +37,7 @@ def _has_dropout(part: nn.Module) -> bool:
 def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x: Tensor) -> Tensor:
     if x.numel() <= tile * x.shape[-1]:
         return compute(x)
-    trained = [tensor for *_, tensor in _list_trained(part)]
+    trained = [tensor for *_, tensor in _list_trained_tensors(part)]
     if not torch.is_grad_enabled() or not (x.requires_grad or trained):
         return _compute_tiles(compute, x, tile)
     contexts: list[Any] = []
@@ -45,7 +45,7 @@ def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x:
     return _TiledMlp.apply(view, part, compute, tile, contexts[0], *trained)
 
 
-def _list_trained(part: nn.Module) -> list[Trained]:
+def _list_trained_tensors(part: nn.Module) -> list[Trained]:
     """Return the trained Parameters of a module, or the views of a flat adapter that shadow them."""
     trained: list[Trained] = []
     for module in part.modules():
@@ -100,7 +100,7 @@ class _TiledMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.input_ctx.saved_tensors  # a checkpointed layer is recomputed up to here
-        trained = _list_trained(ctx.part)
+        trained = _list_trained_tensors(ctx.part)
         assert len(trained) == len(ctx.needs_input_grad) - 5, "trained weights differ from those of the forward pass"
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for *_, tensor in trained]
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -97,7 +97,7 @@ class Divergence:
             self._engine,
             self.reference.build_batch(selected),
             self._engine.device,
-            base_states=self._read_base_states(selected),
+            base_states=self._get_base_states(selected),
             with_gradient=lambda_ > 0,
         )
         self._sum = sum_local.detach()
@@ -115,7 +115,7 @@ class Divergence:
             total += self._sum
         return sum_over_ranks(total).item() / sum(map(self.reference.count_tokens, range(1, count + 1))) / math.log(2.0)
 
-    def _read_base_states(self, documents: Sequence[int]) -> Tensor:
+    def _get_base_states(self, documents: Sequence[int]) -> Tensor:
         if self._base_states is not None:
             return to_device(torch.cat([self._base_states[index] for index in documents]), self._engine.device)
         batch = self.reference.build_batch(documents)

@@ -59,7 +59,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
         stats = _compute_stats(samples, data.stats)
     for number, sample in enumerate(samples[:examples], start=1):
         console.print(_build_panel(sample, tokenizer, number, colors=console.color_system is not None))
-    for line in data.stats.format_lines():
+    for line in data.stats.format_summary():
         style = "bold yellow" if line.startswith("warning: ") else ""
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
@@ -79,7 +79,7 @@ def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: C
             text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
             label = f"sample {index}" + (f", document {number + 1}" if number else "")
             console.print(
-                f"{label} ({len(document.input_ids)} tokens): {sanitize(text)[:SHOWN_CHARACTERS]}",
+                f"{label} ({format_count(len(document.input_ids), 'token')}): {sanitize(text)[:SHOWN_CHARACTERS]}",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
     ranks = config.count_data_ranks(ranks)
     training = resolve_global_batch(config, samples, ranks).training
     if training.batch_size == AUTO:
-        raise UserError("training.batch_size=auto: is chosen when the run starts; use the run's training_config.json")
+        raise UserError("training.batch_size=auto: not known until the run starts; use its training_config.json")
     if (last := count_steps(training, samples, ranks)) is not None and step > last:
         raise UserError(f"--step {step}: the run has only {last:,} steps; use 1 to {last}")
     size = compute_global_batch(training, ranks)
@@ -115,7 +115,7 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
             f"{samples.store.captions[entry.caption]!r}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    for line in [] if step else data.stats.format_lines():
+    for line in [] if step else data.stats.format_summary():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

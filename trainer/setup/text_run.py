@@ -125,7 +125,7 @@ def check_images(config: RunConfig, stats: DataStats) -> None:
     }
     for name, (value, *possible) in fixes.items():
         if value not in possible:
-            raise UserError(f"{name}={value}: does not work with images, which the data has; use {possible[0]}")
+            raise UserError(f"{name}={value}: not supported for data with images; use {possible[0]}")
 
 
 def read_model_files(config: RunConfig) -> PreparedRun:

@@ -263,8 +263,8 @@ class LanguageTask(Task):
         """Return warnings about the data. Raises UserError if it is for another task."""
         if stats.desirable + stats.undesirable:
             raise UserError(
-                f"task={config.task}: dataset has answers labeled true or false; set task: preference and "
-                "preference.loss: kto or, to train on every answer, dataset.format: prompt_completion or messages"
+                f"task={config.task}: the answers in the dataset are labeled true or false; set task: preference and "
+                "preference.loss: kto. To train on every answer, set dataset.format: prompt_completion or messages"
             )
         for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
             if part.pairs:

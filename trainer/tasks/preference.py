@@ -65,14 +65,14 @@ class PairSums:
         sums = [value.detach().double().sum() for value in (*values, torch.ones_like(values[0]))]
         self.add(torch.stack(sums), training=training)
 
-    def take(self, *, training: bool) -> list[float]:
+    def pop(self, *, training: bool) -> list[float]:
         """Return and reset the sums over all ranks; empty if nothing was added. This is a collective call."""
         sums = self._sums.pop(training, None)
         return [] if sums is None else sum_over_ranks(sums).tolist()
 
-    def take_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
+    def pop_averages(self, names: Sequence[str], *, training: bool) -> dict[str, float]:
         """Return and reset the averages over all pairs, by name; a collective call."""
-        if not (sums := self.take(training=training)):
+        if not (sums := self.pop(training=training)):
             return {}
         prefix = "train" if training else "eval"
         return {f"{prefix}/{name}": total / max(sums[-1], 1.0) for name, total in zip(names, sums[:-1], strict=False)}
@@ -174,10 +174,10 @@ class PreferenceLoss(TokenLoss):
         weights = _weigh_tokens(batch.document_targets, excess_weight)[_slice_local_targets(batch, losses)]
         return _sum_documents(-losses * to_device(weights, losses.device), batch).view(-1, 2)
 
-    def values(self, *, training: bool = True) -> dict[str, float]:
+    def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over all pairs, and over tokens, since the last call; a collective call."""
-        pairs = self._sums.take_averages(PAIR_METRICS, training=training)
-        return pairs | self._tokens.take_averages(TOKEN_METRICS, training=training)
+        pairs = self._sums.pop_averages(PAIR_METRICS, training=training)
+        return pairs | self._tokens.pop_averages(TOKEN_METRICS, training=training)
 
 
 class KtoLoss(PreferenceLoss):
@@ -224,10 +224,10 @@ class KtoLoss(PreferenceLoss):
         sums = torch.cat([(values.double() @ kinds.T).flatten(), torch.stack([baseline.double(), kinds.new_ones(())])])
         self._sums.add(sums, training=training)
 
-    def values(self, *, training: bool = True) -> dict[str, float]:
+    def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages over the answers with each label since the last call, and the mean baseline, in nats."""
-        metrics = self._tokens.take_averages(TOKEN_METRICS, training=training)
-        if not (sums := self._sums.take(training=training)):
+        metrics = self._tokens.pop_averages(TOKEN_METRICS, training=training)
+        if not (sums := self._sums.pop(training=training)):
             return metrics
         *totals, baseline, calls = sums
         prefix, counts = "train" if training else "eval", totals[4:]
@@ -390,5 +390,5 @@ class PreferenceTask(LanguageTask):
             answers = loss.score_reference(engine, batch, self._device).flatten()
             reference[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
-        self._say(f"reference: {len(reference):,} answers computed once, before training")
+        self._say(f"reference: {format_count(len(reference), 'answer')} computed once, before training")
         return sum_over_ranks(reference).cpu().numpy()

@@ -78,9 +78,9 @@ class RewardLoss(TokenLoss):
             selected_scores: Tensor = model(**inputs, use_cache=False).logits
         return selected_scores[0].float()
 
-    def values(self, *, training: bool = True) -> dict[str, float]:
+    def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
         """Return the averages of the REWARDS metrics over all pairs since the last call; a collective call."""
-        return self._sums.take_averages(REWARDS, training=training)
+        return self._sums.pop_averages(REWARDS, training=training)
 
 
 def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ class StepLoss(Protocol):
     def balancing(self) -> torch.Tensor | float:
         """The router's load-balancing loss, which is added in training."""
 
-    def values(self, *, training: bool = True) -> dict[str, float]:
+    def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
         """Return additional training or evaluation metrics since the last call; a collective call."""
         return {}
 

@@ -1,1 +1,1 @@
-"""Checks of `zerolora doctor` that need torch: on one machine, and across all ranks."""
+"""Checks run by `zerolora doctor` that need torch, on one machine and across all ranks."""

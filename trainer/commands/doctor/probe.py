@@ -1,4 +1,4 @@
-"""Checks of `zerolora doctor` on one machine that need torch: toolchain, GPUs, operators, model, data, memory.
+"""Single-machine checks by `zerolora doctor` that need torch: toolchain, GPUs, operators, model, data, memory.
 
 `python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints JSON after RESULT_PREFIX:
 `checks` (name, state, found, fix) and `need` (bytes of host memory per rank, and of disk space).
@@ -92,7 +92,7 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
 
 
 def estimate_host_resources(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
-    """Return the estimated bytes of host memory per rank and of disk space, or a warning if there is no estimate.
+    """Return the estimated bytes of host memory per rank and of disk space, or a warning if they cannot be estimated.
 
     The host memory excludes the process itself; on the CPU it includes everything that would be on the GPU.
     """
@@ -105,7 +105,7 @@ def estimate_host_resources(config: RunConfig, ranks: int) -> tuple[dict[str, in
             config = planner.resolve(config, None)
         estimate = planner.estimate(config)
     except (UserError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return {}, Check("estimate", "WARN", f"no memory estimate for this model: {error}")
+        return {}, Check("estimate", "WARN", f"memory and disk space cannot be estimated: {error}")
     return {"host_per_rank": estimate.host if on_gpu else estimate.peak, "disk": estimate.disk}, None
 
 

@@ -1,4 +1,4 @@
-"""Checks of `zerolora doctor` across all ranks: versions, clocks, folders, all-reduce.
+"""Checks run by `zerolora doctor` across all ranks: versions, clocks, folders, all-reduce.
 
 `zerolora doctor` runs them with the configured launcher: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
 Rank 0 prints one line of JSON after RESULT_PREFIX.

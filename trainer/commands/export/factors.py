@@ -183,7 +183,7 @@ class _CheckpointNames:
         expert = re.fullmatch(r"(.*)\.(\d+)\.(gate_proj|up_proj|down_proj)", path)
         if expert is not None and expert[1] in self._experts:
             return self._find_expert(expert[1], int(expert[2]), expert[3])
-        weight, stored = self._find_stored(f"{path}.weight")
+        weight, stored = self._find_stored_tensors(f"{path}.weight")
         if [self._shapes.get(name) for name in stored] != [weight.shape]:
             raise _build_error(f"{path}: this checkpoint stores it as {', '.join(stored)}")
         return next(iter(stored)).removesuffix(".weight")
@@ -193,7 +193,7 @@ class _CheckpointNames:
             names: dict[tuple[int, str], str] = {}
             module = self._model.get_submodule(experts_path)
             for name in list_expert_tensors(module):
-                for stored in self._find_stored(f"{experts_path}.{name}")[1]:
+                for stored in self._find_stored_tensors(f"{experts_path}.{name}")[1]:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
                     is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))
                     if ".experts." not in stored or not is_known:
@@ -205,7 +205,7 @@ class _CheckpointNames:
             self._expert_names[experts_path] = names
         return self._expert_names[experts_path].get((index, part), f"{experts_path}.{index}.{part}")
 
-    def _find_stored(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def _find_stored_tensors(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a parameter of the model, and meta tensors with its names and shapes in the checkpoint."""
         try:
             weight = self._model.get_parameter(parameter)
@@ -222,4 +222,4 @@ class _CheckpointNames:
 
 def _build_error(problem: str) -> UserError:
     fix = "export the merged model with --format hf"
-    return UserError(f"{problem}, but no server is known to apply adapters to it; {fix}")
+    return UserError(f"{problem}; no inference server is known to support adapters in this layout; {fix}")

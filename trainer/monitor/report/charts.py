@@ -153,7 +153,7 @@ def render_chart(chart: Chart) -> str:
         steps=[(f"{mark:,.0f}", x_fraction(mark)) for mark in step_ticks],
         # Clip the band: a logarithmic axis has no 0.
         band=[y_fraction(min(max(value, bottom), top)) for value in reversed(chart.band)] if chart.band else None,
-        curves=[(curve, list(map(place, *_thin_out(curve.line)))) for curve in chart.curves],
+        curves=[(curve, list(map(place, *_downsample(curve.line)))) for curve in chart.curves],
     )
 
 
@@ -164,19 +164,19 @@ def render_template(template: str, **content: Any) -> str:
     return environment.get_template(template).render(content)
 
 
-def _thin_out(line: Series) -> tuple[list[float], list[float]]:
+def _downsample(series: Series) -> tuple[list[float], list[float]]:
     """Reduce the curve to about `MAX_POINTS` points, keeping the minimum and maximum of each segment."""
-    if len(line) <= MAX_POINTS:
-        return line.steps.tolist(), line.values.tolist()
-    indices: set[int] = {0, len(line) - 1}
-    for part in np.array_split(np.arange(len(line)), MAX_POINTS // 2):
-        finite = part[np.isfinite(line.values[part])]
+    if len(series) <= MAX_POINTS:
+        return series.steps.tolist(), series.values.tolist()
+    indices: set[int] = {0, len(series) - 1}
+    for part in np.array_split(np.arange(len(series)), MAX_POINTS // 2):
+        finite = part[np.isfinite(series.values[part])]
         if len(finite):
-            indices |= {int(finite[np.argmin(line.values[finite])]), int(finite[np.argmax(line.values[finite])])}
+            indices |= {int(finite[np.argmin(series.values[finite])]), int(finite[np.argmax(series.values[finite])])}
         else:
             indices.add(int(part[0]))
     order = sorted(indices)
-    return line.steps[order].tolist(), line.values[order].tolist()
+    return series.steps[order].tolist(), series.values[order].tolist()
 
 
 def _choose_ticks(low: float, high: float, *, integral: bool = False) -> list[float]:

@@ -209,7 +209,7 @@ def _exchange(store: Any, ranks: Ranks, report: RankReport, timeout: timedelta, 
             reports.append(RankReport(**json.loads(store.get(f"report-{rank}"))))
         except dist.DistStoreError:
             raise TimeoutError(
-                f"rank {rank} did not arrive within {timeout}; ranks have arrived from "
+                f"rank {rank} did not join within {timeout}; ranks joined from these hosts: "
                 f"{_join_names(dict.fromkeys(report.host for report in reports))}"
             ) from None
     answer = {

@@ -1,11 +1,11 @@
-"""Import libraries without heavy modules that training never uses: torch's compiler, torchao and SciPy.
+"""Skip heavy imports that training never uses: torch's compiler, torchao and SciPy.
 
-Calling torch.compile imports Inductor, which takes longer than importing torch. When imported, bitsandbytes (0.50.2),
-which PEFT imports for any adapter, compiles two functions of its CPU backend, and DeepSpeed (0.19.8) three functions of
-its Muon optimizer. These functions are compiled on their first call instead.
+When imported, bitsandbytes (0.50.2; PEFT imports it for any adapter) applies torch.compile to two functions of its CPU
+backend, and DeepSpeed (0.19.8) to three functions of its Muon optimizer. This imports Inductor, which takes longer than
+importing torch. These functions are compiled on their first call instead.
 
 If torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it, and
-thereby Inductor, to check for torchao's weights. Such weights cannot exist before torchao has been imported. If SciPy
+thereby Inductor, only to test for its tensor subclasses, which cannot exist before torchao has been imported. If SciPy
 is installed, transformers imports it for object detection losses, which no run uses.
 """
 

@@ -1,7 +1,7 @@
 """Report a rank that is repeatedly slower than the others, which wait for it in every collective.
 
-A rank's own work is the work that does not wait for other ranks: forward passes, timed by the GPU's clock, and data
-loading. Under ZeRO-3 the time that forward passes wait for all-gathers is subtracted
+A rank's own time excludes time spent waiting for other ranks. It covers data loading and forward passes, timed with
+CUDA events. With ZeRO-3, the time that forward passes wait for all-gathers is subtracted
 (trainer/parallel/engine/deepspeed_engine.py). Every WINDOW_STEPS the ranks compare their means; a rank that is slow in
 MIN_SLOW_WINDOWS comparisons in a row is reported.
 """

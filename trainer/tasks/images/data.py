@@ -44,7 +44,7 @@ class ImageStats:
     def target_tokens(self) -> int:
         return 0
 
-    def format_lines(self) -> list[str]:
+    def format_summary(self) -> list[str]:
         sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.most_common(6))
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} class images" if self.priors else ""
