@@ -558,7 +558,7 @@ def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: theirs.yml: configuration for Axolotl (unsupported settings: ")
     assert "zerolora import theirs.yml" in line
-    assert run("import", "mine.yaml") == 2 and "use `zerolora train`" in capsys.readouterr().err
+    assert run("import", "mine.yaml") == 2 and "run `zerolora train`" in capsys.readouterr().err
     assert run("import", "--", "--model_name_or_path", "m", "--dataset_name", "d", "--use_peft") == 0
     assert "# the default of TRL" in capsys.readouterr().out
 
