@@ -21,8 +21,8 @@ MUTATIONS = {
     "no scale in dh of gate_up": ("dh = s_gu * (du @ b_UR)", "dh = du @ b_UR"),
     "no scale in dh of down": ("dh = s_d * (dy @ b_HR)", "dh = dy @ b_HR"),
     "the other matrix's scale": (
-        "(s_gu, s_d, p, alpha, limit) = shape, numbers",
-        "(s_d, s_gu, p, alpha, limit) = shape, numbers",
+        "(s_gu, s_d, p, alpha, limit) = shape, scalars",
+        "(s_d, s_gu, p, alpha, limit) = shape, scalars",
     ),
     "dA and dB swapped": (
         "grads_gu if need_factors else [], grads_d if need_factors else []",
