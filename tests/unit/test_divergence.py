@@ -332,7 +332,7 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
 
 
 def test_swinging_gains_of_kl_are_refused() -> None:
-    with pytest.raises(UserError, match=r"scu\.ki=0\.5: with scu\.kp=0\.5 .* oscillation"):
+    with pytest.raises(UserError, match=r"scu\.ki=0\.5: lambda oscillates increasingly with scu\.kp=0\.5"):
         Loop(ki=0.5)
 
 

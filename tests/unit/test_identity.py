@@ -93,7 +93,7 @@ def test_the_same_base_elsewhere_is_the_same(ground: Path, tmp_path: Path) -> No
 
 def test_a_base_that_changed_in_place_is_refused(ground: Path, base: Path) -> None:
     make_model(base, seed=5)
-    with pytest.raises(UserError, match=r"weights differ from when .*run was trained.*--allow-mismatch"):
+    with pytest.raises(UserError, match=r"weight files differ from when .*run was trained.*--allow-mismatch"):
         find_run(ground / "run")
     find_run(ground / "run", allow_mismatch=True)
 
