@@ -1,4 +1,4 @@
-"""Record every attempt of a SLURM job, to choose where the next one resumes and to stop requeueing without progress.
+"""Record every attempt of a SLURM job, to choose where the next one resumes and to end a job that makes no progress.
 
 OUTPUT_DIR/logs/slurm-starts.json has an entry for each attempt of the newest job that launched ranks. The user's
 settings apply until they have taken effect: `output.overwrite` until the new run has written its record, and a named

@@ -158,7 +158,7 @@ class Observer:
         return self.has_begun_step
 
     def has_outlived_ranks(self) -> bool:
-        """Return whether the launcher still runs LAUNCHER_EXIT_S after all ranks have exited; print a message if so."""
+        """Return whether the launcher still runs LAUNCHER_EXIT_S seconds after its ranks; if so, print a message."""
         if self._all_ended_at is None or time.monotonic() - self._all_ended_at < LAUNCHER_EXIT_S:
             return False
         say(f"all ranks exited {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; terminating it")

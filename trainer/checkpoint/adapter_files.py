@@ -105,9 +105,10 @@ class AdapterFormat:
 
     @classmethod
     def from_model(cls, model: Any, trained: Iterable[str]) -> "AdapterFormat":
-        """Find the names by having PEFT save the model with an index in place of each tensor.
+        """Return the adapter format of a model.
 
-        Takes a few tenths of a second. Raises UserError for tensors that plain PEFT could not load.
+        Finds the names in the file by having PEFT save an index in place of each tensor, which takes a few tenths of a
+        second. Raises UserError for tensors that plain PEFT could not load.
         """
         trained = list(trained)
         adapter = (choice.selected if (choice := find_choice(model)) else None) or DEFAULT

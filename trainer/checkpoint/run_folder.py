@@ -72,7 +72,7 @@ class RunFolder:
         prompt_text: str | None,
         checkpoint: Path | None,
     ) -> None:
-        """Write the record and open the metrics after all checks. A run that resumes passes its `checkpoint`."""
+        """Write the run record and open the metrics, once all checks have passed. `checkpoint`: where a run resumes."""
         config, is_main = self._config, self._ranks.is_main
         changes_base = changes_base_weights(config.lora) and config.adapter == "lora"
         if position.step and changes_base:

@@ -84,7 +84,7 @@ class Mistakes:
     def _classify_unused_settings(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
-        """Return configured settings without effect: a mistake per reason, and intentionally unused settings by reason.
+        """Find configured settings without effect. Return a mistake per reason, and those unused on purpose by reason.
 
         Settings in `invalid` already have a mistake and are skipped.
         """

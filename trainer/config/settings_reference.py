@@ -1,4 +1,4 @@
-"""Generate the reference of all settings from their classes: text for users, a JSON schema for editors."""
+"""Generate the settings reference from the settings' classes: text for users and a JSON schema for editors."""
 
 import re
 import textwrap

@@ -135,7 +135,7 @@ def _read_answer(record: Mapping[str, Any], name: str, origin: str) -> Any:
 
 
 def _read_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> tuple[Any, bool]:
-    """Return the prompt (None if the answers contain it), and whether even a string prompt needs the chat template."""
+    """Return the prompt (None if the answers contain it), and whether to apply the chat template even to a string."""
     if turns := next(filter(None, (record.get(fmt.names[name]) for name in ("messages", "conversations"))), None):
         return turns, True
     instruction = record.get(fmt.names.get("instruction", ""))

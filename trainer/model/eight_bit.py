@@ -64,7 +64,7 @@ class FrozenLinear8bit(nn.Linear):
 
     @property
     def row_scale(self) -> torch.Tensor:
-        """The scales [O], if there is one per row."""
+        """Scales as [O]; valid only with one scale per row."""
         return self.scales.view(-1)
 
     @property

@@ -1,7 +1,7 @@
 """Replace a model's RMSNorm, SwiGLU, GeGLU and rotary embedding with our operators.
 
-Modules are chosen by a test, not from a list of architectures: a copy of the module runs on random data with random
-weights and dummy projections. If its values and gradients differ from our operator's by more than a rounding or two,
+Modules are selected by a test rather than by architecture: a copy of the module runs on random data with random
+weights and dummy projections. If its values and gradients differ from our operator's by more than rounding,
 the module keeps its own forward, and the reason is printed.
 
 With `recompute`, a result carries the function that recomputes it. Adapted layers that read the result save this
@@ -158,7 +158,7 @@ def _find_projections(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Return whether a module is a gated MLP that takes only its input."""
+    """Return whether a module is a gated MLP whose forward takes only the hidden states."""
     if _find_projections(module) is None:
         return False
     return len(inspect.signature(type(module).forward).parameters) == 2

@@ -112,7 +112,11 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
 
 
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
-    """Return whether llama.cpp should add a leading space, preferably so that it tokenizes chats as in training."""
+    """Return whether llama.cpp should add a leading space.
+
+    Uses the tokenizer's own setting, unless only the opposite tokenizes chats as in training. Raises UserError for
+    unsupported normalizers or pre-tokenizers.
+    """
     normalizers, splitters = (
         _list_steps(state["normalizer"], "normalizers"),
         _list_steps(state["pre_tokenizer"], "pretokenizers"),

@@ -187,7 +187,7 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
 
 
 def _time_fetches(engine: Engine, waiting: Waiting) -> None:
-    """Enter `waiting()` while DeepSpeed's own stage 3 fetches parameters, since the compute stream only waits then.
+    """Wrap DeepSpeed's ZeRO-3 parameter fetch in `waiting()`: only during that call does the compute stream wait.
 
     All-gathers and copies out of their buffers run on a separate stream (`fetch_sub_module` in DeepSpeed 0.19.8).
     """

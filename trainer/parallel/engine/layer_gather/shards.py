@@ -39,7 +39,7 @@ class UnitPlan:
 
 
 def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
-    """Plan a unit for every block of the outermost module lists, and for every other module with large weights.
+    """Plan a shard unit for each block of the outermost module lists and each other module with large weights.
 
     A model may list its blocks itself (`list_shard_blocks`). Not sharded: modules with a name ending in one of
     `keep_whole`, the embeddings if `keep_embeddings` is set, weights shared with these or between blocks, and small
