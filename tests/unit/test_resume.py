@@ -158,7 +158,7 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
         "training__max_steps": 5,
         "base_model": str(ground / "other"),
     }
-    with pytest.raises(UserError, match=r"seed=7: .*\nerror: base_model=.*weights differ from"):
+    with pytest.raises(UserError, match=r"seed=7: .*\nerror: base_model=.*weight files differ from"):
         train(ground, seed=7, **again)
     shown = train(ground, seed=7, training__resume_changes=["seed", "base_model"], **again)
     assert "seed 42 -> 7" in shown and "the weights of base_model" in shown and "resumed from" in shown
