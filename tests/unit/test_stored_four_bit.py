@@ -287,7 +287,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "other groups": (
         "awq",
         announce(group_size=48),
-        "layers.0.mlp.down_proj.scales has shape (4, 64) in F16, but AWQ in groups of 48 needs (3, 64) in F32; take",
+        "layers.0.mlp.down_proj.scales has shape (4, 64) in F16, but AWQ in groups of 48 needs (3, 64) in F32; use",
     ),
     "other scales": (
         "w4a16",
