@@ -141,7 +141,7 @@ def test_merged_in_full_precision_it_gives_the_adapters_logits(
     base_model = json.loads((run_dir / "training_config.json").read_text())["base_model"]
     for folder in (run_dir, run_dir / "checkpoint-20"):
         assert merge.main([str(folder)]) == 0
-        assert f"written to {folder / 'merged'}; load it with AutoModel" in capsys.readouterr().out
+        assert f"merged model: {folder / 'merged'}; load it with AutoModel" in capsys.readouterr().out
         merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
         assert getattr(merged.config, "quantization_config", None) is None
         base = AutoModelForCausalLM.from_pretrained(base_model)
