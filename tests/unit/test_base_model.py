@@ -331,6 +331,14 @@ def test_a_streamed_model_generates_like_a_loaded_one(tmp_path: Path) -> None:
     assert pieces.generation_config == whole.generation_config
 
 
+def test_a_streamed_4_bit_model_says_so_to_peft(tmp_path: Path) -> None:
+    """PEFT and transformers read these attributes, as bitsandbytes' own loading sets them."""
+    cpu: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "attention": "eager"}
+    folder = str(make_model(tmp_path / "model"))
+    model = load_base_model(folder, ModelSection(), quantization=QuantizationSection(), **cpu)
+    assert model.quantization_method == "bitsandbytes" and model.is_quantized and model.is_loaded_in_4bit
+
+
 def test_weights_that_a_model_changes_in_place_stay_in_16_bits(tmp_path: Path) -> None:
     """Gemma 3n clips some of its weights in each step of training, which packed ones do not allow."""
     folder = save_family(tmp_path, "gemma3n_text", altup_coef_clip=1.0)
