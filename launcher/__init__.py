@@ -1,3 +1,3 @@
-"""The command line and launcher of zerolora. Imports no torch, so that commands respond at once."""
+"""Command line and launcher of zerolora. Does not import torch, so that commands start quickly."""
 
 # launcher/cli.py looks for "zerolora" in this file.

@@ -40,7 +40,7 @@ def adapters(
     if action == "add" and (taken := names & {*known}):
         raise UserError(f"{target}: {run} already has an adapter named {min(taken)}; use another name")
     if action == "remove" and (target not in known or len(known) == 1):
-        problem = "the last one; stop the run instead" if target in known else f"unknown; use one of {', '.join(known)}"
+        problem = "the only adapter; stop the run" if target in known else f"unknown; use one of {', '.join(known)}"
         raise UserError(f"zerolora adapters remove {target}: {problem}")
     if action == "add":  # prepare only the new adapters: an active run replaces the other adapters' checkpoints
         load_config(path, [*settings, f"adapters={json.dumps(current + added)}"])
@@ -55,7 +55,7 @@ def adapters(
 
 
 def record_arguments(config: RunConfig, arguments: list[str]) -> None:
-    """Record the command arguments of a run with adapters; discard earlier adapter changes unless the run resumes."""
+    """Record the arguments of a run with several adapters. Discards `zerolora adapters` changes unless it resumes."""
     if config.adapters:
         run_dir, resumes = Path(config.output_dir), config.training.resume_from_checkpoint is not None
         changes = (AdapterChanges.read(run_dir) if resumes else None) or AdapterChanges([], "")

@@ -44,7 +44,7 @@ def exclude_working_folder() -> None:
 
 
 def find_foreign_package() -> str | None:
-    """Return an error message if one of our packages is shadowed, otherwise None, without importing the packages."""
+    """Return an error message if another package shadows one of ours, without importing any of them."""
     from importlib.util import find_spec
     from pathlib import Path
 

@@ -34,7 +34,7 @@ from trainer.contract.restart_record import apply_recorded_changes
 # Subcommand -> (module, summary). `zerolora X --help` shows the module's own help.
 MODULES = {
     "validate": ("trainer.commands.validate", "Check a configuration without training, and explain what it does."),
-    "estimate": ("trainer.commands.estimate", "Estimate memory and disk of a run for every ZeRO stage; needs no GPU."),
+    "estimate": ("trainer.commands.estimate", "Estimate a run's memory and disk use at each ZeRO stage; needs no GPU."),
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, with trained tokens in color."),
     "prepare": ("trainer.commands.prepare_run", "Check a configuration and tokenize its data."),
     "eval": ("trainer.commands.evaluate", "Evaluate base model and adapter on held-out data: loss and perplexity."),
@@ -47,7 +47,7 @@ MODULES = {
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face Hub."),
     "ops": ("ops.builder", "Build or list the fused operators."),
     "bench": ("benchmarks.bench", "Measure speed and memory of training on this machine, and compare other trainers."),
-    "tier": ("benchmarks.tiers", "Test training on this machine's GPU in six tiers, each with asserted limits."),
+    "tier": ("benchmarks.tiers", "Test training on this machine's GPU in six tiers, each with pass/fail limits."),
     "compare": ("benchmarks.compare", "Compare SCU controllers by held-out bits per token, with confidence intervals."),
 }
 GROUPS = {
@@ -103,7 +103,7 @@ def train(
     master_addr: Annotated[str | None, typer.Option(help="Rendezvous host; default: the first.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Rendezvous port; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and exit.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show all lines before the first step.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show all messages before the first step.")] = False,
     is_job_attempt: Annotated[
         bool, typer.Option("--job-start", hidden=True, help="Set by the script of `zerolora submit`.")
     ] = False,
@@ -135,7 +135,7 @@ def show_config(
     schema: Annotated[bool, typer.Option("--schema", help="Every setting with type, default and meaning.")] = False,
     as_json: Annotated[bool, typer.Option("--json-schema", help="The JSON schema, for completion in editors.")] = False,
 ) -> None:
-    """Print the resolved configuration, or the reference of all settings."""
+    """Print the resolved configuration, or a reference of all settings."""
     if schema and as_json:
         raise UserError("--schema: cannot be combined with --json-schema; remove one")
     if (schema or as_json) and config:
@@ -164,7 +164,7 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow
 
 @app.command("scu-train", add_help_option=False, context_settings=PASS_THROUGH)
 def scu_train(context: typer.Context) -> None:
-    """Train under the SCU with the flags of its published guide."""
+    """Train with the Shannon Control Unit (SCU), using the flags of its published guide."""
     raise typer.Exit(run_scu_train(context.args))
 
 

@@ -1,8 +1,8 @@
-"""Record every attempt of a SLURM job, to choose where the next one resumes and to end a job that makes no progress.
+"""Record the attempts of a SLURM job, to resume the next one and to stop a job without progress.
 
-OUTPUT_DIR/logs/slurm-starts.json has an entry for each attempt of the newest job that launched ranks. The user's
-settings apply until they have taken effect: `output.overwrite` until the new run has written its record, and a named
-checkpoint until a newer one exists.
+OUTPUT_DIR/logs/slurm-starts.json has an entry for each attempt of the newest job that launched ranks. Two
+of the user's settings apply only until they have taken effect: `output.overwrite` until the new run has
+written its record (run.json), and a named checkpoint until a newer checkpoint exists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def _read_current_attempt(run_dir: Path, env: Mapping[str, str]) -> JobAttempt:
 
 
 def _read_earlier_attempts(run_dir: Path, env: Mapping[str, str]) -> list[JobAttempt]:
-    """Return this job's earlier attempts; empty on the first attempt, because SLURM may reuse an older job's ID."""
+    """Return this job's earlier attempts, or none on the first attempt, as SLURM may reuse an older job's ID."""
     # Earlier tasks of an array may have used this folder.
     is_first_task = env.get("SLURM_ARRAY_TASK_ID") == env.get("SLURM_ARRAY_TASK_MIN")
     return [] if is_first_task and (env.get("SLURM_RESTART_COUNT") or "0") == "0" else _read_attempts(run_dir, env)

@@ -124,7 +124,7 @@ def select_slots(request: LaunchRequest) -> Slots:
 
 
 def _resolve_address(host: str) -> str | None:
-    """Return the host's name if other hosts can resolve it; otherwise None, and DeepSpeed runs `hostname -I` there."""
+    """Return the host's name if other hosts can resolve it. For None, DeepSpeed uses `hostname -I` on that host."""
     name = host.rpartition("@")[2]
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}

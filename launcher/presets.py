@@ -49,7 +49,7 @@ def init(
     model: Annotated[str | None, typer.Option(help="Folder or Hub ID of the model; default: the preset's.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder or Hub ID of the training data.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to configure for; default: all here.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs to configure for; default: all visible.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:

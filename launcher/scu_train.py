@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def check_requirements(output: Path) -> int:
-    """Run and print the `zerolora doctor` checks that do not need torch; return 1 if any fails."""
+    """Check packages, GPU driver and disk space, and print the results; return 1 if a check fails."""
     checks = [*check_packages(), *check_driver(), check_space("disk: output_dir", output, FREE_GIB)]
     print_checks(checks, as_json=False)
     return EXIT_FAILED if any(check.state == "FAIL" for check in checks) else EXIT_OK

@@ -96,7 +96,7 @@ def get_version() -> str:
 
 
 class Attempts:
-    """Starts and restarts a run's ranks while its folder is locked."""
+    """Starts and restarts a run's ranks, while the caller holds the lock of the run's folder."""
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     rows = [("job", f"{number} {state}")]
     if job.get("NodeList", "(null)") != "(null)":
         rows.append(("nodes", job["NodeList"]))
-    rows.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
+    rows.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, attempt {int(job.get('Restarts', 0)) + 1}"))
     rows.append(("log", job.get("StdOut", "unknown")))
     return rows
 

@@ -37,7 +37,10 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]) -> list[str]:
-    """Return sbatch's arguments for the options that are not None. Raises UserError for empty or multi-line values."""
+    """Return sbatch's arguments: our defaults, the options that are not None, and `extra`.
+
+    Raises UserError for empty or multi-line values, and for `extra` options without dashes or without a value.
+    """
     for name, value in options.items():
         if isinstance(value, str) and not value.strip():
             raise UserError(f"--{name} {value!r}: must not be empty; omit it to use SLURM's default")
@@ -58,8 +61,8 @@ def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
     limit_s = parse_time_limit(time)
     if limit_s is not None and limit_s < grace + SIGNAL_LEAD_S + MIN_TRAINING_S:
         raise UserError(
-            f"--time {time}: leaves no time for a step: of {limit_s} s, {grace} (--grace) and up to {SIGNAL_LEAD_S} "
-            f"more are for saving; use --time {-(-(grace + 600) // 60)} or a smaller --grace"
+            f"--time {time}: too short to train: saving may take {grace} s (--grace), and SLURM may signal up to "
+            f"{SIGNAL_LEAD_S} s early; use --time {-(-(grace + 600) // 60)} or a smaller --grace"
         )
 
 

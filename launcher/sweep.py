@@ -137,7 +137,10 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[SweepRun]:
-    """Validate and return all runs, with exit code 0 for finished runs. Raises UserError for invalid settings."""
+    """Validate and return all runs of a sweep; runs that have already finished have exit code 0.
+
+    Raises UserError for invalid settings, and for a folder that was trained with other settings.
+    """
     lines = expand_sweep(axes, folder, fixed)
     recorded = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []

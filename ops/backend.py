@@ -54,7 +54,7 @@ def load_backend(backend: Literal["auto", "cuda", "reference"] = "auto", verbose
 
 
 def predict_backend(backend: Literal["auto", "cuda"]) -> str:
-    """Return the name of the backend that `load_backend` would choose if the build succeeds, without building."""
+    """Predict which backend `load_backend` will choose if the build succeeds, without building the operators."""
     if _loaded is not None:
         return _loaded.name
     from ops.builder import LoraOpBuilder

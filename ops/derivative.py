@@ -24,9 +24,10 @@ def define(
     fake: Callable[..., Any] | None = None,
     devices: str | tuple[str, ...] = "cpu",
 ) -> Any:
-    """Define and return zerolora::NAME with the schema `NAME(...) -> ...` and its plain-torch implementation.
+    """Define and return zerolora::NAME from the schema `NAME(...) -> ...` and a plain-torch `function`.
 
-    `fake` returns empty results of the right shapes. Only CPU-only implementations are added to REFERENCE.
+    `fake` returns empty tensors of the right shapes, for tracing. The function is also added to REFERENCE if it
+    is registered only for the CPU.
     """
     name, _, signature = schema.partition("(")
     tags = (torch.Tag.pt2_compliant_tag,) if fake is not None else ()

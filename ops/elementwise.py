@@ -57,7 +57,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 @contextmanager
 def recompute_instead_of_saving(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
-    """Make operations in the context save `recompute` instead of `result` for their backward.
+    """Save `recompute` instead of `result` for the backward of operations in this context.
 
     `recompute()` must return the same values, in any shape, from tensors that are saved anyway.
     """

@@ -1,19 +1,19 @@
 """MoE operator with LoRA: `zerolora::experts_forward` and `zerolora::experts_backward`.
 
-Legend: T tokens, K experts per token, N = T K rows (token-expert pairs, sorted by expert), E experts, H hidden,
-I intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E,2I,R], A_d[E,R,I], B_d[E,H,R].
+Legend: T tokens, K experts per token, N = T K rows (token-expert pairs, sorted by expert), E experts, H hidden, I
+intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E,2I,R], A_d[E,R,I], B_d[E,H,R].
 
     for a row n of token t, expert e and weight w
-      h_gu = s_gu (m*x_t) A_gu^T     u = x_t gate_up^T + bias + h_gu B_gu^T     a = f(u's gate) u's up
+      h_gu = s_gu (m*x_t) A_gu^T     u = x_t gate_up^T + bias + h_gu B_gu^T     a = f(u_gate) u_up
       h_d  = s_d (m*a) A_d^T         o = a down^T + bias + h_d B_d^T            y_t += w o
 
-The gradient of w does not need o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is a.g +
-dy.bias, and the gradient of a is w g. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d
-and the order of the rows. a is recomputed; nothing of size N x H is saved. Frozen weights get no gradient.
+The backward pass does not need o. With g = dy down + m*((s_d dy B_d) A_d), the gradient of a is w g, and the gradient
+of w is a.g + dy.bias. Saved for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d and the order of
+the rows. a is recomputed; nothing of size N x H is saved. Frozen weights get no gradient.
 
-Rows are sorted on the device and the counts stay there: no shape depends on the routing, and calls do not synchronize.
-The dropout mask of gate_up is drawn for a matrix [N,H] with row index t K + k, the mask of down for [N,I] with another
-seed.
+Rows are sorted on the device and the counts stay there: no shape depends on the routing, and calls do not
+synchronize. The dropout mask of gate_up is drawn for a matrix [N,H] with row index t K + k. The mask of
+down is drawn for a matrix [N,I] with another seed.
 """
 
 from collections.abc import Sequence

@@ -77,7 +77,7 @@ def _pad_factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor 
 
 
 def _swap_dims(factor: Tensor | None) -> Tensor | None:
-    """Return [E,R,D] as contiguous [E,D,R], or the reverse, because the kernels read ranks or columns contiguously."""
+    """Swap the last two dims of a factor, [E,R,D] or [E,D,R], and make it contiguous, as the kernels require."""
     return None if factor is None else factor.transpose(1, 2).contiguous()
 
 

@@ -77,7 +77,7 @@ class _Rows:
 
 
 def _split_rows_by_expert(order: Tensor, ends: Tensor, K: int) -> list[_Rows]:
-    """Return the rows of each expert that has any. Copies the counts to the host."""
+    """Return the rows of each expert that has at least one; copies the counts to the host."""
     rows, begin = [], 0
     for e, end in enumerate(ends.tolist()):
         if end > begin:

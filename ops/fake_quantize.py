@@ -52,7 +52,10 @@ def fake_quantize(weight: Tensor, down: Tensor, up: Tensor, scale: float, quanti
 def _quantize_rows(
     weight: Tensor, down: Tensor, up: Tensor, scale: float, quantize: Quantize
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows, integers, scales) for the same row blocks in every pass, as rounding can depend on shapes."""
+    """Yield (rows, integers, scales) for each block of rows of the merged weight.
+
+    The blocks are the same in every pass, because rounding can depend on their shapes.
+    """
     count = max(1, ELEMENTS_AT_ONCE // weight.shape[1])
     weight, up, down_RI = weight.detach(), up.detach(), down.detach().float()
     for begin in range(0, len(weight), count):

@@ -23,9 +23,11 @@ ALIGNMENT = 256
 class GroupedLayout(NamedTuple):
     """Layout of one 4-bit matrix [rows, cols], or of `experts` such matrices, in a byte buffer.
 
-    `group` columns share a scale of type SCALES[scale]. The other fields are flags (0 or 1): codes are E2M1 numbers
-    instead of unsigned integers (`is_float`); groups have a zero point, which is otherwise 8 (`has_zeros`); scales have
-    a divisor per row (`has_divisors`); the columns of a group are not adjacent (`has_order`: GPTQ's act-order).
+    `group` columns share a scale of type SCALES[scale]. The other fields are flags (0 or 1):
+    - `is_float`: codes are E2M1 numbers instead of unsigned integers.
+    - `has_zeros`: each group has its own zero point; otherwise, all zero points are 8.
+    - `has_divisors`: scales have a divisor per row.
+    - `has_order`: the columns of a group are not adjacent (GPTQ's act-order).
     """
 
     experts: int

@@ -1,7 +1,7 @@
-"""Find shared-input projections: modules that read the same input in one forward, such as q, k, v or gate and up.
+"""Find shared-input projections: modules that read the same input, such as q, k, v or gate and up.
 
-This observes one forward of the model instead of using a list of names. Modules form a group if they have the same
-parent and are called once each, consecutively, with the same tensor (storage, shape and version).
+Observes one forward pass of the model instead of using a list of names. Modules form a group if they have
+the same parent and are called once each, consecutively, with the same tensor (storage, shape and version).
 """
 
 from collections import Counter

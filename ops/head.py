@@ -60,7 +60,10 @@ class LossKind:
         return self.parameter if self.name == "label_smoothing" else 0.0
 
     def summarize_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:
-        """Return the statistic of the logits [C] that `apply_weighting` needs; None if it needs none."""
+        """Return the statistic of the logits [C] that `apply_weighting` needs, or None if it needs none.
+
+        For eaft, this is the factor (H / 3)^a. For label_smoothing, it is the target's logit minus the mean logit.
+        """
         if self.name == "eaft":
             top = logits_CV.topk(min(EAFT_TOKENS, logits_CV.shape[1])).values.float()
             return torch.special.entr(top.softmax(1)).sum(1).div_(EAFT_NATS).pow_(self.parameter)
@@ -142,11 +145,11 @@ def measure_tokens(
     rows: TrainedRows | None = None,
     base_hidden: Tensor | None = None,
 ) -> Tensor:
-    """Return every token's MEASURES in nats, fp32 [5, K]. Without `base_hidden` [K, H], those of the base model are 0.
+    """Return every token's MEASURES in nats, fp32 [5, K].
 
-    The other arguments are as in `sum_token_losses`, with targets of at least 0. Only LOSS is differentiable, in
-    `hidden` and `rows.values`. The weight of each token in the gradient is known only in the backward pass, which
-    recomputes the logits chunk by chunk.
+    Without `base_hidden` [K, H], BASE_LOSS and DIVERGENCE are 0. The other arguments are as in `sum_token_losses`, with
+    targets of at least 0. Only LOSS is differentiable, in `hidden` and `rows.values`. The backward pass recomputes the
+    logits chunk by chunk, because each token's weight in the gradient is known only then.
     """
     if factor != 1.0:
         hidden, base_hidden = hidden * factor, None if base_hidden is None else base_hidden * factor
@@ -359,7 +362,7 @@ def _scale_gradient(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
 def _compute_chunk(
     kind: LossKind, logits_CV: Tensor, targets: Tensor, weights: Tensor | None, losses: Tensor, scale: float | None
 ) -> None:
-    """Write each row's weighted loss. Unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write each row's weighted loss. With `scale`, overwrite the logits with their gradient times `scale`."""
     statistic = kind.summarize_logits(logits_CV, targets)
     if logits_CV.device.type == "cuda":
         from ops.head_kernel import compute_cross_entropy  # only torch's CUDA builds include triton
@@ -383,7 +386,7 @@ def _compute_chunk(
 
 
 def _compute_cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    """Write each row's loss. Unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write each row's loss to `losses`. With `scale`, overwrite the logits with their gradient times `scale`."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
     chosen, counted = targets.clamp(min=0)[:, None], targets >= 0
     losses.copy_(-log_probabilities.gather(1, chosen).squeeze(1)).masked_fill_(~counted, 0.0)
@@ -394,7 +397,7 @@ def _compute_cross_entropy_in_torch(logits_CV: Tensor, targets: Tensor, losses: 
 
 
 def _compute_divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
-    """Write each row's divergence. Unless `scale` is None, overwrite the logits with their scaled gradient."""
+    """Write each row's divergence. With `scale`, overwrite the logits with their gradient times `scale`."""
     log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
     difference_CV = log_p_CV - torch.log_softmax(base_CV.float(), dim=1)
     p_CV = log_p_CV.exp_()

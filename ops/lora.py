@@ -151,7 +151,10 @@ def compute_adapter_gradients(
     scales: Sequence[float],
     mask: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of all A and B, and add x's gradient to `grad_x` [T, I], omitting weights that are None."""
+    """Return the gradients of all A and B, and add the gradient of x to `grad_x` [T, I] in place.
+
+    For a weight that is None, only the adapter's part of the gradient of x is added.
+    """
     x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
     for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
         grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]

@@ -102,7 +102,7 @@ class _FrozenMatmulsInput(torch.autograd.Function):
 
 
 class _AddAdapters(torch.autograd.Function):
-    """Saves x, the factors and h of each layer and bundle, but nothing of size T x O and no mask."""
+    """Autograd function of `add_adapters`, which saves x, factors and h, but no masks and nothing of size T x O."""
 
     @staticmethod
     def forward(

@@ -23,7 +23,7 @@ def reference_adapter_backward_(
     grad_up: Tensor,
     accumulate: bool,
 ) -> None:
-    """Overwrite the targets with the gradients or, if `accumulate`, add the gradients to them, in plain torch."""
+    """Write one adapter's gradients to `grad_*` in plain torch, or add them to `grad_*` if `accumulate` is set."""
     grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     down_RI, up_OR = down.to(x.dtype), up.to(x.dtype)
     h_TR = scale * (x_TI @ down_RI.t())
@@ -38,7 +38,12 @@ def reference_adapter_backward_(
 def reference_rank_pass(
     z: Tensor, p: Tensor | None, v: Tensor | None, dropout: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return u = (m*z) p^T for p[R,D]; if v is given, u = (m*z) p for p[D,R], and g = v^T (m*z), [D,R] with p."""
+    """Compute one rank pass in plain torch: u, and g if v[T,R] is given, for z[T,D] and a dropout mask m.
+
+    - without v: u = (m*z) p^T with p[R,D], g empty
+    - with v: u = (m*z) p with p[D,R], g = (m*z)^T v [D,R]
+    - v without p: u empty, g = v^T (m*z) [R,D]
+    """
     mask = lora.draw_mask(z, dropout, seed)
     masked = z if mask is None else z * mask
     u = z.new_empty((0, v.shape[1] if v is not None else 0)) if p is None else masked @ (p.t() if v is None else p)

@@ -35,9 +35,10 @@ def _draw_philox(key: int, counter: Tensor) -> list[Tensor]:
 
 
 def build_dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to the kernels' mask for the same int64 seed.
+    """Return the mask m[rows, width] = keep / (1 - p), bitwise equal to the kernels' mask for this seed.
 
-    One Philox call per 8 adjacent elements of a row, 15 bits each; numbers below round(32768 p) drop their element.
+    `seed` is an int64 tensor. One Philox call yields 15-bit numbers for 8 adjacent elements of a row. An
+    element is dropped if its number is below round(32768 p).
     """
     groups = (width + 7) // 8
     counter = torch.arange(rows * groups, device=seed.device, dtype=torch.int64)

@@ -46,7 +46,7 @@ def _override_draw(draw: Callable[[torch.device, int], Tensor]) -> Iterator[None
 def draw_seed(x: Tensor, p: float, count: int = 1) -> Tensor | None:
     """Draw int64 seeds [count] from torch's generator on x's device; return None if p is 0.
 
-    Recomputation draws the same seeds again, in CUDA graphs with the help of `Seeds`.
+    Recomputation draws the same seeds again; in CUDA graphs, `Seeds` records and replays them.
     """
     if p == 0.0:
         return None

@@ -47,7 +47,7 @@ def resolve_architecture(capability: tuple[int, int], toolkit: tuple[int, int]) 
     if capability < (7, 0):
         raise BuildError(f"{name}: 7.0 (Volta) or higher is required; set ops.backend: reference on this GPU")
     if capability < (7, 5) and toolkit[0] >= 13:
-        raise BuildError(f"{name}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
+        raise BuildError(f"{name}: nvcc {toolkit[0]}.{toolkit[1]} supports 7.5 or newer; use CUDA 12 and its torch")
     return format_architecture(capability)
 
 
@@ -61,7 +61,7 @@ def list_architectures(toolkit: tuple[int, int]) -> list[str]:
 
 
 def build_ptx_flags(names: Sequence[str]) -> list[str]:
-    """Return the flag that limits a PTX-only build to its own capability's kernels; [] for other builds."""
+    """Return the flag that limits a PTX-only build to kernels of its highest capability, or [] for other builds."""
     ptx = [int(name.removeprefix(PTX)) for name in names if name.startswith(PTX)]
     return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
 

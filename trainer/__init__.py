@@ -1,3 +1,3 @@
-"""The trainer of zerolora: configuration, data, model, engine, training loop, checkpoints, reports and commands."""
+"""The zerolora trainer: configuration, data, model, engine, checkpoints, reports and commands."""
 
 # launcher/cli.py looks for "zerolora" in this file.

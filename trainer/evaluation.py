@@ -27,7 +27,7 @@ class Evaluation:
         has_scores: bool = False,
         best: str = "loss",
     ) -> None:
-        """Set up evaluation; `has_scores` refers to the task's scores, `best` is `training.best_metric`."""
+        """Set up evaluation. `has_scores` refers to the task's scores, and `best` is `training.best_metric`."""
         self.has_data, self.is_defined, self._best = has_held_out, has_held_out or has_scores, best
         self.sign = 1.0
         """-1 if a higher value of the best metric is better, otherwise 1."""
@@ -64,7 +64,7 @@ class Evaluation:
             self._say(
                 f"[yellow]warning:[/yellow] the held-out loss is {loss}: a batch of dataset.evaluation has a loss "
                 "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
-                "samples, or use training.precision: bf16 instead of fp16"
+                "samples; in fp16, training.precision: bf16 may also help"
             )
         return loss, self._loss.pop_metrics(training=False) or self._task.compute_loss_metrics(loss)
 

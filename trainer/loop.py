@@ -177,7 +177,7 @@ class Loop:
             self._checkpoints.copies.make_updates_wait()
 
     def wants_save(self) -> bool:
-        """Return whether `save_minutes` have passed; only rank 0 decides, and the step's result informs all ranks."""
+        """Return whether this is rank 0 and `save_minutes` have passed. The step's result informs other ranks."""
         minutes = self._training.save_minutes
         return self._context.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
@@ -223,10 +223,10 @@ class Loop:
         if result.nonfinite_ranks and not result.is_local_nonfinite:
             rank = result.nonfinite_rank
             ranks = f"{result.nonfinite_ranks} other ranks" if rank is None else f"rank {rank}"
-            raise RemoteNonfiniteError(f"step {step}: {ranks} had a non-finite loss; the step changed no weights")
+            raise RemoteNonfiniteError(f"step {step}: {ranks} had a non-finite loss; no weights were updated")
         raise FloatingPointError(
-            f"step {step}: the loss or a gradient is not finite; the step changed no weights. Lower "
-            "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or check the data with "
+            f"step {step}: the loss or a gradient is not finite; no weights were updated. Lower "
+            "training.learning_rate, set training.precision: bf16 or training.on_nonfinite: skip, or check data with "
             "`zerolora inspect`"
         )
 
@@ -285,9 +285,11 @@ class Loop:
             self.stopped_early = patience is not None and position.worse_in_a_row >= patience
 
     def _save(self, *, at_the_end: bool = False) -> None:
-        """Save a checkpoint; with `at_the_end`, wait until it is written. Otherwise a full disk does not stop training.
+        """Save a checkpoint, unless the current step is already saved.
 
-        Copies to the host are launched before the step's result is read, so that the device does not idle.
+        With `at_the_end`, wait until it is written, and raise SaveError if that fails. Otherwise a save that fails,
+        such as on a full disk, does not stop training. Copies to the host are launched before the step's result is
+        read, so that the device does not idle.
         """
         self._save_requested = False
         if self._checkpoints is None:

@@ -153,7 +153,7 @@ def train_step(
             engine.step()
     norm = engine.get_global_grad_norm() if plain_norm is None else plain_norm
     if norm is None:
-        raise build_api_error("deepspeed", "engine.get_global_grad_norm() has no norm after a step")
+        raise build_api_error("deepspeed", "engine.get_global_grad_norm() returns no norm after a step")
     grad_norm = torch.as_tensor(norm).double()
     if grad_norm.device != device:
         grad_norm = sums.new_zeros(()).fill_(float(grad_norm))

@@ -145,7 +145,7 @@ def check_ranks(command: Command) -> list[Check]:
 
 
 def _run_json_command(command: Command, timeout_s: float) -> tuple[Any, str]:
-    """Run a command and return the JSON that it prints after RESULT_PREFIX, or None and what went wrong."""
+    """Run a command; return (JSON printed after RESULT_PREFIX, ""), or (None, error message) if it fails."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + timeout_s
@@ -245,7 +245,7 @@ def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
 
 
 def parse_doctor_output(printed: str, host: str) -> list[Check]:
-    """Return the checks that `zerolora doctor` printed after RESULT_PREFIX on a host; empty if they are damaged."""
+    """Return the checks that `zerolora doctor` printed after RESULT_PREFIX, or [] if they are missing or invalid."""
     with suppress(UnreadableFileError):
         name, _, text = printed.rpartition(RESULT_PREFIX)[2].partition("\n")[0].partition(" ")
         return [replace(check, host=name) for check in parse_json(text, Path(host), list[Check])]

@@ -55,12 +55,12 @@ def check_packages() -> Iterator[Check]:
     description = f"optional {' and '.join(missing)} not installed; {slow}" if missing else "installed"
     yield Check("Mamba kernels", "OK", description)
     for untested in describe_untested():
-        fix = f"install the version of {untested.split()[0]} in constraints.txt, or watch the first run"
+        fix = f"install the version of {untested.split()[0]} in constraints.txt, or monitor the first run"
         yield Check("known versions", "WARN", untested, fix)
 
 
 def check_bytecode() -> Check:
-    """Check that the large libraries are compiled to bytecode, so that ranks start faster."""
+    """Check that the large libraries are compiled to bytecode, which makes ranks start faster."""
     if missing := find_missing_bytecode():
         problem = f"missing for {', '.join(missing)}: the first run on this machine compiles 3,000 modules"
         return Check(
@@ -154,7 +154,7 @@ def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator
 
 
 def check_space(name: str, folder: Path, needed_gib: float) -> Check:
-    """Check the free space on a folder's file system, and that a test file can be written."""
+    """Check that a folder's file system has enough free space, and that files can be written there."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
     description = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
@@ -165,8 +165,8 @@ def check_space(name: str, folder: Path, needed_gib: float) -> Check:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        reason = "the quota is used up" if error.errno == errno.EDQUOT else error.strerror
-        return Check(name, "FAIL", f"{description}, but a file of 1 MiB cannot be written: {reason}", fix)
+        reason = "the disk quota is exceeded" if error.errno == errno.EDQUOT else error.strerror
+        return Check(name, "FAIL", f"{description}, but a 1 MiB file cannot be written: {reason}", fix)
     if free < max(MIN_FREE_GIB, needed_gib):
         return Check(name, "FAIL", description, fix)
     return Check(name, "WARN" if free < RECOMMENDED_GIB else "OK", description, fix if free < RECOMMENDED_GIB else "")

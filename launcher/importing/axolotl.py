@@ -121,7 +121,7 @@ def translate_data(t: Translation) -> None:
     if streamed:
         (location, entry), *others = list_entries(t, "pretraining_dataset")
         if others:
-            t.reject("pretraining_dataset", "several streamed sources are not supported; list them in dataset.mix")
+            t.reject("pretraining_dataset", "only one streamed source can be imported; list all in dataset.mix")
         t.put_sources([read_source(t, {**entry, "type": "completion"}, location)], "pretraining_dataset")
     else:
         t.require("datasets", common.NO_DATA)
@@ -187,7 +187,7 @@ def read_source(t: Translation, entry: dict[str, Any], location: str) -> dict[st
     translated |= {"fields": fields} if fields else {}
     known = {"type", "message_property_mappings", *SourceSection.model_fields, *FIELDS, *PAIR_FIELDS}
     for key in sorted(entry.keys() - known - {*REFUSED, *DROPPED, *ELSEWHERE, *NO_EFFECT}):
-        t.note_unsupported(location, f"{key} of a source: no counterpart here")
+        t.note_unsupported(location, f"{key}: no equivalent in zerolora")
     settings = {key: value for key, value in entry.items() if key not in ("format", "fields")} | translated
     return {key: settings[key] for key in SourceSection.model_fields if key in settings}
 

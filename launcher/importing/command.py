@@ -56,7 +56,7 @@ def import_(
 
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
-    """Return the translation of a file or a command line. Raises UserErrors for everything that cannot be imported."""
+    """Translate another trainer's config file or command line. Raises UserErrors for all that cannot be imported."""
     if len(arguments) > 1 and arguments[0].endswith((".yaml", ".yml", ".json")):
         raise UserError(f"{arguments[1]}: not an option of zerolora import; pass only {arguments[0]}")
     if len(arguments) > 1 or arguments[0].startswith("--") or arguments[0] == "trl":
@@ -77,7 +77,7 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
 
 
 def drop_unused_settings(translation: Translation) -> None:
-    """Replace settings that have no effect with remarks; other trainers accept options for disabled features."""
+    """Replace each setting without effect by a remark, as other trainers accept options of disabled features."""
     try:
         config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
     except ValidationError:  # load_text reports it
@@ -92,7 +92,7 @@ def drop_unused_settings(translation: Translation) -> None:
 
 
 def read_foreign(path: Path, dataset_dir: Path | None) -> ForeignConfig:
-    """Read another trainer's configuration as that trainer would. Raises UserError for other files."""
+    """Read another trainer's configuration (YAML 1.1), and detect the trainer. Raises UserError for other files."""
     file = read_yaml(path, Yaml11Loader)
     tree = {str(name): value for name, value in file.tree.items()}
     if dataset_dir is not None:

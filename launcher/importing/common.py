@@ -1,4 +1,4 @@
-"""Translation rules shared by Axolotl, LLaMA-Factory and TRL, which have many of transformers' settings."""
+"""Translation rules shared by Axolotl, LLaMA-Factory and TRL, which accept many of transformers' arguments."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ INT8 = (
     "weights (per row), inputs (per token) and matmuls are int8, without LLM.int8's 16-bit outliers; on Hopper "
     "and Ada quantization.quant_type: fp8 is faster"
 )
-TOKENIZER_TEMPLATE = "the tokenizer's template is used, which instruct models have"
+TOKENIZER_TEMPLATE = "the tokenizer's chat template is used; base models may have none"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
@@ -47,7 +47,8 @@ def build_alpaca_prompts(style: str) -> tuple[str, str]:
 def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
     """Set preference training with weighted losses, or a reward model if `losses` is None.
 
-    `length` is the other trainer's key for the maximum length of a prompt and one answer; ours includes both answers.
+    `length` is the other trainer's key for the maximum length. It applies to a prompt with one answer, and ours
+    to a prompt with both answers, so the value is doubled.
     """
     for name in names:
         if isinstance(weight := t.get(name), int | float) and weight < 0:
@@ -250,7 +251,7 @@ def set_distribution(t: Translation) -> None:
 
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
-    """Read a file as `kind`. Return None if it is missing; if it is invalid, also report an error for key `name`."""
+    """Read a YAML or JSON file as `kind`, or return None. If it is invalid, also report an error for key `name`."""
     file = t.foreign.find(path)
     if file is None:
         return None
@@ -342,12 +343,12 @@ def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     fsdp_values = [] if is_off(t.get("fsdp")) else " ".join(split_names(t.get("fsdp"))).lower().split()
     if unknown := [value for value in fsdp_values if value not in FSDP_VALUES]:
-        t.reject("fsdp", f"{unknown[0]}: must be {', '.join(sorted(FSDP_VALUES))}")
+        t.reject("fsdp", f"{unknown[0]}: must be one of {', '.join(sorted(FSDP_VALUES))}")
     named_sharding = next((value for value in fsdp_values if value.upper() in FSDP_STAGES), "FULL_SHARD")
     sharding = str(settings.get("sharding_strategy", named_sharding)).upper()
     sharding = [*FSDP_STAGES][int(sharding) - 1] if sharding in [*"12345"] else sharding
     if sharding not in FSDP_STAGES:
-        t.reject(name, f"sharding_strategy={sharding}: must be {', '.join(FSDP_STAGES)}, or a number from 1 to 5")
+        t.reject(name, f"sharding_strategy={sharding}: must be one of {', '.join(FSDP_STAGES)}, or 1 to 5")
     stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(sharding, 3)
     offloads = settings.get("offload_params") or "offload" in fsdp_values
     set_stage(t, name, stage, ["cpu" if offloads else None] * 2)

@@ -96,7 +96,7 @@ def read_v1_sources(t: Translation) -> list[dict[str, Any]]:
     sources = []
     for name, entry in (entries or {}).items():
         if entry.get("converter") not in V1_FORMATS:
-            t.reject("train_dataset", f"{name}: records need a converter: {', '.join(V1_FORMATS)}")
+            t.reject("train_dataset", f"{name}: set converter to one of {', '.join(V1_FORMATS)}")
         format_, path = V1_FORMATS.get(entry.get("converter"), "auto"), entry.get("path", "")
         source = {"path": str(t.foreign.find(path) or path), "format": format_, "max_samples": entry.get("size")}
         source |= {key: entry[key] for key in ("split", "weight") if key in entry}
@@ -209,7 +209,7 @@ def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str
         hubs = entry.keys() & {"ms_hub_url", "om_hub_url"}
         fix = "datasets on ModelScope and Modelers are not supported; download the data"
         if not hubs:
-            fix = f"must have hf_hub_url or file_name{', not a script' * ('script_url' in entry)}; add one of the two"
+            fix = f"needs hf_hub_url or file_name{' (scripts are not supported)' * ('script_url' in entry)}; add one"
         t.reject(key, f"{name}: {fix}")
         return {}
     split, part = entry.get("split", "train"), entry.get("folder")

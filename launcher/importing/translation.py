@@ -152,7 +152,7 @@ class ForeignConfig:
         return self.lines.get(name, 0)
 
     def locate(self, name: str) -> str:
-        """Return `x.yml:7: name` for messages."""
+        """Return the location of a key for messages, such as `x.yml:7: name`."""
         if line := self.find_line(name):
             return f"{self.path}:{line}: {name}"
         return f"--{name}" if self.is_command_line else f"{self.label}: {name}"
@@ -212,7 +212,7 @@ class Translation:
             self.put(f"dataset.{key}", value, *names)
 
     def drop(self, *prefixes: str) -> None:
-        """Remove settings that have no effect, by prefix. Negative values are still reported as errors."""
+        """Remove settings with these prefixes, which have no effect. Negative numbers are still reported as errors."""
         for dotted in [dotted for dotted in self.settings if dotted.startswith(prefixes)]:
             value, names = self.settings.pop(dotted)
             if names and isinstance(value, int | float) and value < 0:
@@ -297,7 +297,7 @@ class Translation:
                     self.no_effect.append(key)
                 elif key not in used:
                     near = find_nearest(key, [name for name in table if name[-1] != "*"], 0.86)
-                    why = f"did you mean {near}?" if near else "no counterpart here"
+                    why = f"did you mean {near}?" if near else "no equivalent in zerolora"
                     self.note_unsupported(key, f"{to_text(inner, 60)}: {why}")
 
     def report_config_error(self, mistake: Mistake | str) -> None:

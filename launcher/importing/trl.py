@@ -164,7 +164,7 @@ def read_source(t: Translation, entry: dict[str, Any], location: str) -> dict[st
 
 
 def translate_accelerate(t: Translation) -> None:
-    """Set the ZeRO stage from accelerate's configuration file, the name of a TRL configuration, or options."""
+    """Set the ZeRO stage from accelerate's options or configuration file, or TRL's `--accelerate_config`."""
     launcher = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "zero_stage": "DEEPSPEED"}
     names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")
     name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)

@@ -49,7 +49,7 @@ class RankExit:
 
 @dataclass(frozen=True)
 class FailureSummary:
-    """Why a run failed, as reported to the user."""
+    """Cause of a run's failure, as reported to the user."""
 
     status: int
     """Exit status of the rank that caused the failure, negative for a signal."""
@@ -62,7 +62,7 @@ class FailureSummary:
 
 @dataclass(frozen=True)
 class FailureEvidence:
-    """Evidence about a failed run."""
+    """Evidence for diagnosing a failed run: logs, exit statuses, and lost hosts."""
 
     logs: Path
     old_sizes: Mapping[str, int]
@@ -146,7 +146,7 @@ def _was_killed(rank_exit: RankExit) -> bool:
 
 
 def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: HangReport, *, is_reported: bool) -> FailureSummary:
-    """Print to stderr which rank hangs, unless `is_reported` is set, and its Python stack."""
+    """Print the hung rank and its last Python stack to stderr, or only the stack if `is_reported`."""
     if not is_reported:
         say(f"the run failed: {hang.text}")
     rank = hang.ranks[0]
@@ -206,7 +206,7 @@ def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
     if status == -signal.SIGKILL:
         lines = [
             f"  the host probably ran out of memory{memory}; check with `dmesg | tail` there, or `sacct -j JOB`",
-            "  to use less, reduce dataset.workers or the ranks per host, or turn zero.offload_* off",
+            "  to use less memory, reduce dataset.workers or the ranks per host, or turn zero.offload_* off",
         ]
         if beat is not None and beat.free_shm_gib < LOW_SHM_GIB:
             lines.append(f"  /dev/shm was nearly full{shared}")

@@ -34,7 +34,7 @@ def diagnose_silence(ranks: int, beats: Mapping[int, Heartbeat]) -> HangReport:
     """
     never_seen = [rank for rank in range(ranks) if rank not in beats]
     if not beats or not never_seen:
-        return HangReport([0], "all ranks have stopped sending heartbeats; they, or their hosts, have stopped")
+        return HangReport([0], "all ranks have stopped sending heartbeats; their processes or hosts have stopped")
     text = "; ".join(f"rank {rank} has sent no heartbeat since it was started" for rank in never_seen)
     return HangReport(never_seen, f"{text}; the others have stopped sending heartbeats")
 
@@ -76,9 +76,10 @@ class FolderWatch:
         return "" if has_run else f"{self._logs} has no files of this run"
 
     def wait_until_readable(self, signals: Sized) -> bool:
-        """Wait until the folder is readable, another signal arrives or time runs out; return whether it is readable.
+        """Wait until the folder is readable, and return whether it is.
 
-        The folder is needed to read the ranks' state and to find complete checkpoints.
+        Stops waiting after a timeout or when another signal arrives. The folder is needed to read the ranks' state
+        and to find complete checkpoints.
         """
         if self.is_readable():
             return True
@@ -90,7 +91,7 @@ class FolderWatch:
                 return False
             if time.monotonic() > deadline:
                 say(
-                    f"{self._logs.parent} still cannot be read; once it can, see its logs for why the run ended, and "
+                    f"{self._logs.parent} still cannot be read; when it can, check its logs for the cause, and "
                     "resume with training.resume_from_checkpoint=auto"
                 )
                 return False
@@ -119,7 +120,10 @@ class Observer:
         self._all_ended_at: float | None = None
 
     def poll(self) -> None:
-        """Read the heartbeats and the launcher's log, at most once a second."""
+        """Update the run's state from heartbeats and the launcher's log, at most once a second.
+
+        Also removes stale build locks before the first step, and reports hung ranks.
+        """
         now = time.monotonic()
         if now - self._polled_at < 1.0:
             return
@@ -158,7 +162,7 @@ class Observer:
         return self.has_begun_step
 
     def has_outlived_ranks(self) -> bool:
-        """Return whether the launcher still runs LAUNCHER_EXIT_S seconds after its ranks; if so, print a message."""
+        """Return whether the launcher outlived its ranks by LAUNCHER_EXIT_S seconds, and print a message if so."""
         if self._all_ended_at is None or time.monotonic() - self._all_ended_at < LAUNCHER_EXIT_S:
             return False
         say(f"all ranks exited {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; terminating it")

@@ -1,4 +1,4 @@
-"""Ranks on this machine that start before the checks and wait until they may train.
+"""Prestarted ranks: ranks on this machine that start before the checks and train once they pass.
 
 Rank 0 runs the checks, so no separate process has to import the libraries. A run that fails or is stopped
 before the checks pass has written nothing to its folder.
@@ -31,7 +31,7 @@ _SIGNALS_BY_CODE = {get_signal_exit_code(number): number for number in FORWARDED
 
 
 class PrestartedRanks:
-    """Starts rank processes that wait for `start_training`; leaving the `with` block kills them if they still wait."""
+    """Starts ranks that wait for `start_training`; leaving the `with` block kills those still waiting."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -128,7 +128,7 @@ class PrestartedRanks:
         return code or 1
 
     def _stop(self) -> int:
-        """Let rank 0 clean up for at most TIMEOUT_S or until a signal, kill all ranks, and return the exit code."""
+        """Terminate rank 0, wait up to TIMEOUT_S or until a second signal, kill all ranks, and return the exit code."""
         number, since = self._signals[0]
         self.processes[0].terminate()
         while self.processes[0].poll() is None and len(self._signals) == 1 and time.monotonic() - since < TIMEOUT_S:

@@ -35,7 +35,7 @@ def find_local_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process runs and is not a zombie."""
+    """Return whether the process is running and not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,9 +57,9 @@ def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_sessions(leader_pids: Collection[int]) -> None:
-    """Kill all processes in the sessions of these leaders, and wait until they have exited.
+    """Kill all processes in the sessions of these leaders, and wait for them to exit.
 
-    Orphans of a dead leader have init as their parent, but stay in the leader's session.
+    Waits at most END_TIMEOUT_S. Orphans of a dead leader have init as their parent, but stay in its session.
     """
     deadline = time.monotonic() + END_TIMEOUT_S
     while members := _list_session_members(leader_pids):
@@ -90,8 +90,9 @@ def is_stopped(process: psutil.Process) -> bool:
 def run_child(argv: Sequence[str], failed: str = "") -> int:
     """Run `python -m launcher.module ...` in this terminal, and return its exit code.
 
-    Forwards signals, and kills the child CHILD_TIMEOUT_S after the first or on the second. The exit code is then 128 +
-    the signal's number, or 75 for SIGUSR1. If another process kills the child, prints a message prefixed with `failed`.
+    Forwards signals. Kills the child on a second signal, or CHILD_TIMEOUT_S after the first. After a signal,
+    the exit code is 128 plus the number of the first one, or 75 for SIGUSR1. If a signal kills the child, but
+    this process received none, prints a message that begins with `failed`, if given.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it
     child = subprocess.Popen(argv, start_new_session=True)

@@ -156,7 +156,7 @@ class SshRanks(RemoteRanks):
 
 
 def _parse_srun(log: str) -> dict[int, int]:
-    """Return the exit status of each rank in srun's log; 0 if its description is not recognized."""
+    """Return each rank's exit status in srun's log: negative for a signal, 0 for an unknown signal."""
     statuses: dict[int, int] = {}
     for ranks, code, description in _SRUN_STATUS.findall(log):
         status = int(code) if code else -_SIGNALS.get(description, 0)
@@ -167,7 +167,7 @@ def _parse_srun(log: str) -> dict[int, int]:
 
 
 def _matches_host(label: str, host: str) -> bool:
-    """Return whether pdsh's label is for this host: labels omit the user, and a domain shared by all hosts."""
+    """Return whether a pdsh label refers to this host. Labels omit the user, and the domain if all hosts share it."""
     name = host.rpartition("@")[2]
     return label == name or name.startswith(label + ".")
 
@@ -186,13 +186,13 @@ class LauncherLog:
         self._start = self._path.stat().st_size
 
     def has_failure(self) -> bool:
-        """Return whether a complete line reports a failed rank or host."""
+        """Return whether the log reports a failed rank or host; an incomplete last line is ignored."""
         lines = self.read().rpartition("\n")[0]
         codes = [code for _, code in _PDSH_STATUS.findall(lines)] + _SRUN_FAILURE.findall(lines)
         return _FAILURE in lines or any(int(code or 1) not in STOP_CODES for code in codes)
 
     def read(self) -> str:
-        """Return the text; if the file server does not respond, the text that was read last."""
+        """Return the log's text, or the text of the last successful read if the file cannot be read."""
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._start)
             self._text = file.read().decode(errors="replace")

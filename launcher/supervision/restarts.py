@@ -158,9 +158,10 @@ class Restarts:
         return excluded is not None
 
     def _prepare_next_attempt(self, result: AttemptResult, reason: str, step: int = 0) -> str:
-        """Make the next attempt resume from this run's newest complete checkpoint; return its name or an empty string.
+        """Configure the next attempt to resume from this run's newest complete checkpoint.
 
-        `step` is the step in a restart note, because the heartbeats may lack it.
+        Returns the checkpoint's name, or an empty string if the run has none. `step` is the step from a restart
+        note, because the heartbeats may not include it.
         """
         checkpoints = list_complete_checkpoints(self._run_dir)
         newest = find_newest_checkpoint(name for name, at in checkpoints.items() if self._before.get(name) != at)

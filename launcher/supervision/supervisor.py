@@ -64,7 +64,7 @@ class RunState(Enum):
 
 
 class Abort(Enum):
-    """Why the launcher stops watching a run, and kills it, before all processes have exited."""
+    """Reason to stop watching a run, and to kill it, before all its processes have exited."""
 
     AT_ONCE = auto()
     """After another signal, or if there is nothing to save."""
@@ -196,7 +196,7 @@ class Supervisor:
         return None
 
     def _set_deadline(self, now: float) -> None:
-        """Set a deadline once a rank has failed or stopped: other ranks wait for it in NCCL, unaffected by signals."""
+        """Set a deadline once a rank has failed or stopped, as other ranks may wait for it uninterruptibly in NCCL."""
         stopped = self._has_stopped()
         has_failed = any(rank_exit.status not in (None, 0, *STOP_CODES) for rank_exit in self.exits.values())
         if not (stopped or has_failed or self.observer.has_failure):

@@ -93,7 +93,7 @@ def detect_unreachable_hosts(hosts: Sequence[str], folder: Path) -> dict[str, st
 
 
 def run_over_ssh(host: str, command: str) -> None:
-    """Run a shell command on a host; ignore the result, even if the host does not respond."""
+    """Run a shell command on a host over ssh, ignoring failures and timeouts."""
     with suppress(subprocess.TimeoutExpired):  # ranks on that host cannot be running either
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
 

@@ -177,10 +177,11 @@ def select_exported_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_environment(file: Path, env: Mapping[str, str]) -> None:
-    """Write the variables in `env` and ~/.deepspeed_env to `file`, which DeepSpeed's launcher reads instead.
+    """Write the variables in `env` and ~/.deepspeed_env to `file`, which DeepSpeed's launcher reads.
 
-    PYTHONPATH is set because DeepSpeed's value begins with the working directory. PATH begins with the folder of this
-    Python and of the ninja that built the operators: a different ninja would rebuild them; without ninja, ranks fail.
+    PYTHONPATH is set because DeepSpeed's default value begins with the working directory. PATH begins with the
+    folder of this Python and of the ninja that built the operators. Another ninja would rebuild them, and ranks
+    would fail without ninja.
     """
     user_file = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     lines = [f"PATH={Path(sys.executable).parent}:$PATH", "PYTHONPATH="]

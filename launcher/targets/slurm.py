@@ -98,10 +98,11 @@ def build_srun_command(
 
 
 def detect_lost_nodes(allocation: Allocation) -> list[str]:
-    """Return the nodes that SLURM has marked as lost; if there are none, the nodes that cannot run a minimal step.
+    """Return the nodes that SLURM has marked as lost, or else those that cannot run a minimal step.
 
-    SLURM detects a lost node after SlurmdTimeout, usually five minutes; it then cancels the job, and no node can start
-    a step. This also holds for a few seconds after slurmctld restarts, so silent nodes are tried twice.
+    SLURM detects a lost node after SlurmdTimeout, usually five minutes. It then cancels the job, and no node
+    can start a step. Nodes also cannot start steps for a few seconds after slurmctld restarts, so nodes that do
+    not respond are tried twice.
     """
     command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     listing = subprocess.run(command, capture_output=True, text=True).stdout

@@ -155,7 +155,7 @@ def on_rank(name: str, phases: tuple[str, ...], number: int, words: str, **more:
 
 
 KILLED, RAISED, HANGS = "was killed by signal 9", "exited with code 1", ""
-REFUSED = r"second run: exit code 2: error: .*another run uses this"
+REFUSED = r"second run: exit code 2: error: .*in use by another run"
 STOPPING = r"SIGTERM: (saving|stopping)|stopped by SIGTERM"
 # A host that cannot be reached before there are ranks is a mistake in the hostfile.
 LOST = rf"({FAILED}|error: ).*n2"

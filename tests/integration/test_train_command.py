@@ -183,7 +183,7 @@ def _a_second_run_is_refused(command: list[str], workplace: Path, run: Path) -> 
         [*command, "output.overwrite=true"], env=environment(), cwd=workplace, capture_output=True, text=True
     )
     assert second.returncode == 2 and second.stdout == ""
-    assert second.stderr.startswith(f"error: output_dir={run}: another run uses this folder, process ")
+    assert second.stderr.startswith(f"error: output_dir={run}: in use by another run (process ")
     assert second.stderr.count("\n") == 1
     assert (run / "logs" / "launcher.log").read_bytes() == log
 

@@ -85,7 +85,7 @@ def test_cards_that_are_too_old():
     assert resolve_architecture((7, 0), (12, 8)) == "70"
     with pytest.raises(BuildError, match=r"6\.1: 7\.0 \(Volta\) or higher"):
         resolve_architecture((6, 1), (12, 8))
-    with pytest.raises(BuildError, match=r"7\.0: nvcc 13\.0 starts at 7\.5"):
+    with pytest.raises(BuildError, match=r"7\.0: nvcc 13\.0 supports 7\.5"):
         resolve_architecture((7, 0), (13, 0))
 
 

@@ -232,8 +232,8 @@ def test_a_push_commits_the_staged_files(hub: Hub, run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (401, "does not accept the token; run `hf auth login`"),
-        (403, "may not write there"),
+        (401, "rejected the token; run `hf auth login`"),
+        (403, "has no write access there"),
         (404, "no such user or organization"),
         (500, "HTTP 500"),
     ],

@@ -41,7 +41,7 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "two names of one setting": (GOOD + "lora_r: 8\nlora: {r: 9}\n", ("lora.r: also given as lora_r", "keep one")),
     "list as a name": (
         "? [a, b]\n: 1\n" + GOOD,
-        ("config.yaml: not valid YAML at line 1, column 3: a list or map as a key",),
+        ("config.yaml: not valid YAML at line 1, column 3: a list or mapping as a key",),
     ),
     "no model": ("output_dir: x\ndataset: {path: d}\n", ("base_model: missing", "write `base_model: ...`")),
     "no data": (
@@ -302,7 +302,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=./nowhere": ("base_model=./nowhere: ",),
     "base_model=no-data": ("base_model=no-data: has no config.json",),
-    "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use its folder",),
+    "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use the folder",),
     "base_model=odd-padding": ("base_model=odd-padding: config.json is unusable",),
     "base_model=pickled": ("base_model=pickled: has no .safetensors file", "convert"),
     "lora.adapter_path=./pickled-adapter": (
@@ -325,7 +325,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "--world-size=3 ; parallel.sequence=2": ("parallel.sequence=2: does not divide the 3 ranks", "use 1 or 3"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
     "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is truncated or damaged",),
-    "lora.adapter_path=./nan-adapter": ("./nan-adapter: q_proj.lora_A.weight is not finite; use an earlier",),
+    "lora.adapter_path=./nan-adapter": ("./nan-adapter: q_proj.lora_A.weight contains NaN or infinity; use an",),
     "lora.adapter_path=./int-adapter": ("./int-adapter: q_proj.lora_A.weight is int8; use a 16-bit or fp32 adapter",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
@@ -355,7 +355,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.path=users.jsonl": ("dataset.train_on=assistant: none of the 4 records",),
     "dataset.fields={prompt: messages}": ("the records have messages", "set dataset.fields"),
     "dataset.fields={messages: talk}": ("dataset.fields.messages=talk: no such field", "messages"),
-    "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no variable enable_thinking; use strip",),
+    "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no enable_thinking variable; use strip",),
     "dataset.chat_template=template.jinja": ("dataset.chat_template=template.jinja",),
     "training.gradient_checkpointing_layers=9 ; training.gradient_checkpointing=true": (
         "training.gradient_checkpointing_layers=9: the model has only 2 layers; remove the setting to recompute all",

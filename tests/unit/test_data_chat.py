@@ -380,7 +380,7 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert load_chat_template(tokenizer, None) == CHATML
     assert load_chat_template(tokenizer, WORDS) == WORDS
     assert load_chat_template(tokenizer, str(file)) == WORDS
-    with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: not a template, and no such file"):
+    with pytest.raises(UserError, match=r"chat_template=missing.jinja: neither a template nor an existing file"):
         load_chat_template(tokenizer, "missing.jinja")
     with pytest.raises(UserError, match=r"chat_template=.*: is a folder; restore or replace the file"):
         load_chat_template(tokenizer, str(tmp_path))

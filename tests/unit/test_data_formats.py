@@ -320,9 +320,12 @@ def test_the_form_of_prompts(record: dict[str, Any], settings: dict[str, Any], f
 @pytest.mark.parametrize(
     ("record", "note"),
     [
-        ({"messages": [ASK]}, "dataset: format messages (found by the field messages)"),
-        ({"instruction": "a", "output": "b"}, "dataset: format alpaca (found by the fields instruction + output)"),
-        ({"question": "a", "answer": "b"}, "dataset: format prompt_completion (found by the fields question + answer)"),
+        ({"messages": [ASK]}, "dataset: format messages (detected from the field messages)"),
+        ({"instruction": "a", "output": "b"}, "dataset: format alpaca (detected from the fields instruction + output)"),
+        (
+            {"question": "a", "answer": "b"},
+            "dataset: format prompt_completion (detected from the fields question + answer)",
+        ),
     ],
 )
 def test_says_what_it_found(record: dict[str, Any], note: str) -> None:

@@ -110,7 +110,7 @@ def test_a_stream_is_shown_by_its_first_samples(capsys: pytest.CaptureFixture[st
         ("dataset.max_length=40", "are truncated to fit dataset.max_length=40"),
         (
             'dataset.chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"',
-            "20 of 20 records have no token that ends the last answer",
+            "20 of 20 records have no end token after the last answer",
         ),
     ],
 )

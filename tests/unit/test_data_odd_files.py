@@ -157,11 +157,11 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
         LINE.strip() + ",\n" + LINE.strip() + ",\n",
         ("line 1 of a.jsonl is not JSON (extra data",),
     ),
-    "too deep": ("a.jsonl", "[" * 100_000, ("line 1 of a.jsonl is JSON that cannot be read",)),
+    "too deep": ("a.jsonl", "[" * 100_000, ("line 1 of a.jsonl cannot be parsed as JSON",)),
     "too long a number": (
         "a.jsonl",
         '{"text": ' + "9" * 5000 + "}\n",
-        ("line 1 of a.jsonl is JSON that cannot be read",),
+        ("line 1 of a.jsonl cannot be parsed as JSON",),
     ),
     "HTML": ("a.json", "<!DOCTYPE html>\n<html></html>\n", ("line 1 of a.json is not JSON",)),
     "a Git LFS pointer": (

@@ -103,7 +103,7 @@ def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase
     assert stats.tokens == sum(len(sample.input_ids) for sample in count_samples(data))
     assert stats.target_tokens == sum(sum(sample.loss_weights) for sample in count_samples(data)) > 0
     assert stats.trained_fraction == stats.target_tokens / stats.tokens
-    assert stats.format_summary()[0] == "dataset: format messages (found by the field messages)"
+    assert stats.format_summary()[0] == "dataset: format messages (detected from the field messages)"
 
 
 def test_long_documents_are_cut_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -156,7 +156,8 @@ def test_an_evaluation_source_of_its_own(tokenizer: PreTrainedTokenizerBase) -> 
     assert texts(tokenizer, count_samples(data)) == ["one<|im_end|>", "two<|im_end|>"]
     assert texts(tokenizer, data.evaluation) == ["three four<|im_end|>"]
     assert (
-        data.stats.notes[1] == "dataset.evaluation: format prompt_completion (found by the fields prompt + completion)"
+        data.stats.notes[1]
+        == "dataset.evaluation: format prompt_completion (detected from the fields prompt + completion)"
     )
 
 

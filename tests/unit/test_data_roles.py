@@ -153,5 +153,5 @@ def test_a_template_that_asks_what_a_text_says_is_refused(folder: Any) -> None:
     asking = CHATML.replace(
         "{{ message['content'] }}", "{{ message['content'] + ('!' if message['content'] == 'red' else '') }}"
     )
-    with pytest.raises(UserError, match="record 1: turns cannot be distinguished"):
+    with pytest.raises(UserError, match="record 1: cannot locate the turns"):
         encode(tokenizer, asking, [turn("user", "red"), turn("assistant", "x")], train_on=("user",))

@@ -81,7 +81,7 @@ def test_a_second_run_is_refused_in_one_line_and_changes_nothing(tmp_path: Path,
         with pytest.raises(UserError) as refused:
             second()
         assert refused.value.exit_code == 2
-        assert f"output_dir={tmp_path}: another run uses this folder, process {other.pid} on " in str(refused.value)
+        assert f"output_dir={tmp_path}: in use by another run (process {other.pid} on " in str(refused.value)
     assert file_of(tmp_path).read_bytes() == before
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["lock.json"]
     assert f"process {other.pid}" in (describe_live_holder(tmp_path) or "")
@@ -107,7 +107,7 @@ def test_a_killed_run_gives_way_at_once(tmp_path: Path, other: subprocess.Popen[
 def test_a_halted_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     other.send_signal(signal.SIGSTOP)
     time.sleep(2 * module.STALE_S)
-    with pytest.raises(UserError, match="another run uses this folder"):
+    with pytest.raises(UserError, match="in use by another run"):
         take(tmp_path)
 
 
@@ -171,7 +171,7 @@ def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
     ]
     ended = [process.communicate(timeout=300) for process in many]
     held = [out for out, _ in ended if "held" in out.splitlines()]  # not "held by an unknown process"
-    refused = [error for _, error in ended if "another run uses this folder" in error]
+    refused = [error for _, error in ended if "in use by another run" in error]
     # On a busy machine one may come when the first has given the folder back.
     assert held and len(held) + len(refused) == 8, ended
     assert not file_of(tmp_path).exists()
@@ -203,7 +203,7 @@ def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
         take(tmp_path, resumes=True)  # by hand
     monkeypatch.setenv("PBS_JOBID", "13.head")
     monkeypatch.setattr(module, "WAIT_S", 0.5)
-    with pytest.raises(UserError, match="another run uses this folder"):
+    with pytest.raises(UserError, match="in use by another run"):
         take(tmp_path, resumes=True)
     monkeypatch.setattr(module, "WAIT_S", 900.0)
     said: list[str] = []

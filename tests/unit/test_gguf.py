@@ -240,7 +240,7 @@ def test_what_is_not_written_here_is_refused_with_the_fix(
 
 def test_another_activation_is_refused(tmp_path: Path) -> None:
     folder = make_saved(tmp_path / "model", "llama", {"hidden_act": "gelu"})
-    with pytest.raises(UserError, match=r"llama.cpp computes LlamaForCausalLM with SiLU, not with gelu"):
+    with pytest.raises(UserError, match=r"llama.cpp uses SiLU for LlamaForCausalLM, but the model uses gelu"):
         write_gguf(folder, tmp_path / "model.gguf", dtype="auto")
 
 

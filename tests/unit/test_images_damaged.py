@@ -142,7 +142,7 @@ def test_captions_in_a_table_are_read_as_imagefolder_reads_them(tmp_path: Path) 
     assert "metadata.csv, record 1: needs file_name" in refused(folder)
 
 
-@pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "text_encoder_3 accept up to 256")])
+@pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "text_encoder_3 up to 256")])
 def test_captions_longer_than_an_encoder_reads_are_counted(tmp_path: Path, family: str, more: str) -> None:
     pipeline = read_pipeline(str(make_pipeline(tmp_path / "pipeline", family)), ModelSection())
     assert describe_truncated_captions(pipeline, ["a" * 75, "short"]) == []
@@ -197,7 +197,7 @@ def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -
 
 def test_a_language_model_takes_no_settings_of_pictures(whole: Path) -> None:
     config = run_config(whole.parent, "image.flip=true")
-    with pytest.raises(UserError, match=r"^image.resolution=32: is for image models, and base_model=.* is not one"):
+    with pytest.raises(UserError, match=r"^image.resolution=32: only for image models; base_model=.* is not one"):
         check_no_image_settings(config)
 
 

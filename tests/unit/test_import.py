@@ -413,7 +413,7 @@ def test_llama_factorys_second_layout_says_the_same_here() -> None:
             "train_dataset: org/talks",
             "theirs.yml:6: train_dataset=org/talks: must be a YAML file",
         ),
-        ("train_dataset: data/raw.yaml", "data/raw.yaml: one: records need a converter: alpaca, sharegpt, pair"),
+        ("train_dataset: data/raw.yaml", "data/raw.yaml: one: set converter to one of alpaca, sharegpt, pair"),
         ("lr_scheduler_config: {name: cosine}", "lr_scheduler_config=.*: LLaMA-Factory has no schedules"),
         ("quant_config: {name: hqq}", "theirs.yml:3: quant_config.name=hqq: must be auto or bnb"),
     ],

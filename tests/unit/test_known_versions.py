@@ -199,7 +199,7 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
 
     broken = "raise ImportError('undefined symbol: a, in another size')"
     try:
-        assert "install the extra `mamba` for kernels" in reported(mamba_ssm="")[0] and not has_scan_kernels()
+        assert "install the `mamba` extra for faster kernels" in reported(mamba_ssm="")[0] and not has_scan_kernels()
         (line,) = reported(selective_scan_cuda=broken)
         assert "in plain torch; mamba_ssm is installed but cannot be imported (undefined symbol: a" in line
         assert not has_scan_kernels()
@@ -207,7 +207,7 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
         assert "in plain torch; mamba_ssm is installed but cannot be imported (undefined symbol: a" in line
         scan, convolution = reported(mamba_ssm="# in order")
         assert has_scan_kernels() and "outside mamba-ssm's kernel" in scan
-        assert "convolutions run in plain torch; install the extra `mamba`" in convolution
+        assert "convolutions run in plain torch; install the `mamba` extra for" in convolution
     finally:
         for name in ("mamba_ssm", "selective_scan_cuda"):
             sys.modules.pop(name, None)

@@ -132,7 +132,7 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
         (["train", "c.yaml", "lora.adapter_path=./none"], "error: lora.adapter_path=./none: no such folder"),
         (
             ["train", "c.yaml", "dataset.chat_template=x.jinja"],
-            "error: dataset.chat_template=x.jinja: not a template, and no such file",
+            "error: dataset.chat_template=x.jinja: neither a template nor an existing file",
         ),
         (["train", "c.yaml", *REFERENCE], "error: scu.reference=none.txt: no such file or folder"),
         (["train", "c.yaml", "output_dir=/"], "error: output_dir=/: "),

@@ -80,7 +80,7 @@ def test_the_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert length > 1024 and seconds > 0
     assert main([*arguments, "--max-length", "auto"]) == 0
     assert (
-        f"longest sequence with parallel.sequence=1: {length:,} tokens; a step on H100 {seconds:,.1f} s"
+        f"longest sequence with parallel.sequence=1: {length:,} tokens; {seconds:,.1f} s per step on H100"
         in capsys.readouterr().out
     )
     assert main([*arguments, "--host-memory", "8TB/s"]) == 2

@@ -283,7 +283,7 @@ def test_the_command_that_resumes_a_run_can_be_pasted() -> None:
     assert build_resume_command(inner, overwrites=False) == expected
     assert build_resume_command(inner, overwrites=True) == f"{expected} output.overwrite=false"
     by_torchrun = build_resume_command(["/x/trainer/train.py", "c.yaml"], overwrites=False)
-    assert by_torchrun == "the same command and training.resume_from_checkpoint=latest"
+    assert by_torchrun == "the same command plus training.resume_from_checkpoint=latest"
 
 
 def test_the_end_names_the_next_commands(tmp_path: Path) -> None:

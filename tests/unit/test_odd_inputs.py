@@ -286,6 +286,9 @@ def test_status_reports_unreadable_metrics(line: str, tmp_path: Path) -> None:
     [
         ("lora_alpha", None, "lora_alpha: must be a whole number"),
         ("target_modules", 5, "target_modules: must be a list"),
+        ("init_lora_weights", [], "init_lora_weights: must be true or false"),
+        ("bias", [], "bias: must be 'none', 'all' or 'lora_only'"),
+        ("layers_to_transform", "x", "layers_to_transform: must be a list"),
     ],
 )
 def test_a_key_of_an_adapter_is_named_in_words_for_users(key: str, value: object, line: str, tmp_path: Path) -> None:
@@ -394,9 +397,7 @@ def test_data_of_another_form_is_described(name: str, content: Any, more: list[s
 
 def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
-    with pytest.raises(
-        UserError, match=r"^output_dir=/proc/x: /proc is on a file system without storage; use another folder$"
-    ):
+    with pytest.raises(UserError, match=r"^output_dir=/proc/x: /proc is on a virtual file system; use another folder$"):
         prepare(load_config(ground / "base.yaml", ["output_dir=/proc/x"]).config)
     file = ground / "train.jsonl"
     with pytest.raises(UserError, match=r"cannot be written \(File exists\); use a folder, not a file$"):
@@ -579,7 +580,7 @@ def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path)
     [
         ({"bits": "4"}, "quantization_config.bits: must be a whole number"),
         ({"bits": 4, "group_size": "128"}, "quantization_config.group_size: must be a whole number"),
-        ({"bits": 4, "group_size": 0}, "groups of 0 columns, but only -1"),
+        ({"bits": 4, "group_size": 0}, "group_size 0, but only -1"),
         ({"bits": 4, "desc_act": "false"}, "quantization_config.desc_act: must be true or false"),
     ],
 )
@@ -728,7 +729,7 @@ def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_
             "record 1, turn 1: is a string; write a record",
         ),
         ("d.jsonl", b'{"text ": "a"}\n', "the records have 'text ', not messages"),
-        ("d.csv", b"# made by x\nprompt,completion\na,b\n", "remove lines above the names"),
+        ("d.csv", b"# made by x\nprompt,completion\na,b\n", "remove lines above the header"),
     ],
 )
 def test_a_file_of_data_is_described_as_it_is(name: str, content: bytes, line: str, tmp_path: Path) -> None:
@@ -825,7 +826,7 @@ def test_a_mistyped_key_of_another_trainer_is_corrected(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(AXOLOTL + "learning_rte: 1e-3\nsomething: 5\n")
     left_out = dict(translate_arguments([str(tmp_path / "a.yaml")]).left_out)
     assert left_out["learning_rte"].endswith(": did you mean learning_rate?")
-    assert left_out["something"].endswith("no counterpart here")
+    assert left_out["something"].endswith("no equivalent in zerolora")
 
 
 def test_muon_of_llamafactory_replaces_its_optimizer(tmp_path: Path) -> None:
@@ -846,7 +847,7 @@ def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> No
     (tmp_path / "dataset_info.json").write_text('{"d": {"cloud_file_name": "s3://b/x"}}')
     file = tmp_path / "l.yaml"
     file.write_text("stage: sft\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\nfinetuning_type: lora\n")
-    with pytest.raises(UserError, match="d: must have hf_hub_url or file_name; add one of the two"):
+    with pytest.raises(UserError, match="d: needs hf_hub_url or file_name; add one"):
         translate_arguments([str(file)], tmp_path)
 
 

@@ -114,7 +114,7 @@ PLACES = {
     "pipe": "pipe is a named pipe",
     "/dev/null": "/dev/null is a device",
     "/dev/full/x": "/dev/full is a device",
-    "/proc/run": "/proc is on a file system without storage",
+    "/proc/run": "/proc is on a virtual file system;",
     "odd": "logs is a file",
 }
 
@@ -198,7 +198,7 @@ def test_the_advice_is_one_that_works(place: Path) -> None:
     run = a_run(place / "out")
     line = refusal(config())
     assert "contains another run, without a complete checkpoint to resume from" in line
-    assert "output.overwrite: true to move it aside" in line and "latest" not in line
+    assert "output.overwrite: true (moves it aside)" in line and "latest" not in line
     (run / "checkpoint-5").mkdir()
     (run / "checkpoint-5" / "COMPLETE").touch()
     assert "set training.resume_from_checkpoint: latest to resume it, or output.overwrite" in refusal(config())

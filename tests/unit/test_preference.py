@@ -391,7 +391,10 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
             {"preference__loss": "exo_pair"},
             "preference.loss={exo_pair: 1.0}: exo_pair needs preference.label_smoothing",
         ),
-        ({"dataset__train_on": "all"}, "dataset.train_on=[all]: preference training only trains the answers of pairs"),
+        (
+            {"dataset__train_on": "all"},
+            "dataset.train_on=[all]: preference training only trains on the answers",
+        ),
         ({"adapter": "none"}, "adapter=none: the loss needs a reference, which is the model without its adapter"),
         ({"lora__init": "pissa"}, "lora.init=pissa: changes the base model, which is the reference"),
         (

@@ -282,7 +282,7 @@ def test_a_plain_run_is_rounded_with_a_note(tmp_path: Path, capsys: pytest.Captu
     run = find_run(make_run(tmp_path, lora={"target_modules": ["q_proj", "up_proj"]}))
     output = merge(run, tmp_path / "served", quantize="int4")
     printed = capsys.readouterr().err
-    assert "note: the run was not trained for integers (training.qat)" in printed
+    assert "note: the run was trained without QAT (training.qat)" in printed
     stored = load_file(output / "model.safetensors")
     assert f"{LAYER}.weight_packed" in stored and "model.layers.1.mlp.gate_proj.weight" in stored
 

@@ -22,7 +22,10 @@ LEFT_OUT: dict[str, list[tuple[str, str]]] = {
     "afmoe": [("gate (3)", CHOOSE)],
     "bart": [("k_proj (2), out_proj (2), q_proj (2), v_proj (2)", NEVER)],
     "deepseek_v32": [("weights_proj (4), wk (4), wq_b (4)", NO_GRADIENT)],
-    "deepseek_v4": [("o_a_proj", "more than a product"), ("gate_proj (2), kv_proj (2), q_b_proj (2)", NO_GRADIENT)],
+    "deepseek_v4": [
+        ("o_a_proj", "more than a matrix product"),
+        ("gate_proj (2), kv_proj (2), q_b_proj (2)", NO_GRADIENT),
+    ],
     "falcon_mamba": [("dt_proj (4)", NEVER), ("out_proj (4)", PEFT)],
     "gemma3n_text": [("correction_coefs (4)", NEVER)],
     "jamba": [("dt_proj (2)", NEVER)],

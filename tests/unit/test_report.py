@@ -74,7 +74,7 @@ def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
     assert rows["data"] == "data/train.jsonl"
     assert rows["held out"] == "10.0% of the records"
     assert rows["optimizer steps"] == "80 (2.00 epochs)"
-    assert rows["tokens"] == "80,000, 32,000 of them with loss"
+    assert rows["tokens"] == "80,000, 32,000 of them trained on"
     assert rows["optimizer"] == "adamw, precision fp32, ZeRO stage 2", "what `auto` came to"
     assert rows["batch"] == "12 sequences = 2 x 3 micro-steps x 2 ranks"
     assert rows["training loss"] == "first 3.9750, last 2.0000, lowest 2.0000"

@@ -395,11 +395,11 @@ def test_the_default_length_is_the_context_of_a_shorter_model(
     settings = yaml.safe_load(file.read_text())
     del settings["dataset"]["max_length"]
     file.write_text(yaml.safe_dump(settings))
-    assert "dataset.max_length is the model's context, 256" in train(tmp_path)
+    assert "dataset.max_length: 256, the model's context length" in train(tmp_path)
     assert json.loads((tmp_path / "run" / "training_config.json").read_text())["dataset"]["max_length"] == 256
     assert validate([str(file), "training.resume_from_checkpoint=latest", "training.max_steps=6"]) == 0
     said = capsys.readouterr().out
-    assert "dataset.max_length is the model's context, 256" in said and "checkpoint-4" in said
+    assert "dataset.max_length: 256, the model's context length" in said and "checkpoint-4" in said
     assert "resumed from" in train(tmp_path, training__resume_from_checkpoint="latest", training__max_steps=6)
     assert estimate([str(file)]) == 0 and inspect([str(file), "--examples", "1"]) == 0
     assert "2,048" not in capsys.readouterr().out

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "ddp_timeout=600": ("ddp_timeout=600: not a zerolora setting; write `training.timeout_minutes`",),
     "train_on_eos=last": (
-        "train_on_eos=last: not a zerolora setting; remove it; only the tokens that end trained turns",
+        "train_on_eos=last: not a zerolora setting; remove it; end-of-turn tokens are trained on in trained turns",
     ),
     "eval_strategy=epoch": ("write `training.eval_steps` or `training.evals_per_epoch`",),
     "loss_type=dpo": ("loss_type=dpo: not a zerolora setting; write `training.loss: nll` or `dft`",),

@@ -134,7 +134,7 @@ def test_few_steps_are_said_with_what_to_change() -> None:
     (line,) = list_step_warnings(packed, 7, 1)
     assert line == (
         "3 optimizer steps in total, the first one with a learning rate of 0 (7 samples, 16 per step): too few to "
-        "learn much; set training.global_batch_size=auto, or more training.epochs, or dataset.packing=false"
+        "learn much; try training.global_batch_size=auto, or more training.epochs, or dataset.packing=false"
     )
     assert list_step_warnings(config_of(epochs=3, batch_size=1), 7, 1) == [], "21 steps"
     assert list_step_warnings(config_of(max_steps=3), 7, 1) == [], "asked for"
@@ -144,7 +144,7 @@ def test_evaluations_that_never_come_are_said() -> None:
     training = {"max_steps": 60, "eval_steps": 100, "save_steps": 100}
     lines = list_step_warnings(config_of({"val_split": 0.1}, best_checkpoint=True, **training), 7, 1)
     assert lines == [
-        "training.eval_steps=100: the run has 60 steps, so it is not evaluated before its end, and best_checkpoint and "
+        "training.eval_steps=100: the run has 60 steps, so it is only evaluated at the end, and best_checkpoint and "
         "early_stopping have no losses to compare; use 15",
     ]
     assert list_step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"

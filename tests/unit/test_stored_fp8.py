@@ -206,16 +206,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"quant_type=nf4: .* already stored in FP8; use adapter: lora, or quant",
     ),
     "int8": ({"adapter": "qlora", "quantization": {"quant_type": "int8"}}, r"quant_type=int8: .* already stored"),
-    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: cannot read weights of .* stored in FP8; remove the"),
+    "dora": ({"lora": {"dora": True}}, r"lora.dora=true: does not support .* stored in FP8; remove the"),
     "qat": (
         {"training": {"qat": "int8"}},
-        r"training.qat=int8: needs 16-bit weights, unlike .* stored in FP8; use the 16-bit",
+        r"training.qat=int8: does not support .* stored in FP8; use the 16-bit",
     ),
     "offload": (
         {"zero": {"stage": 3, "gather": "module", "offload_parameters": True}},
         r"zero.offload_parameters=true: zero.gather=module cannot offload .*; use zero.gather: layer",
     ),
-    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: cannot read weights of .* or use the 16-bit model"),
+    "pissa": ({"lora": {"init": "pissa"}}, r"lora.init=pissa: does not support .* or use the 16-bit model"),
 }
 
 
@@ -256,8 +256,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
             "format": "nvfp4-pack-quantized",
             "config_groups": {"g": {"weights": PACKED, "input_activations": PACKED}},
         },
-        "compressed-tensors, nvfp4-pack-quantized, with quantized inputs, as in W4A4, but only W4A16 integers by "
-        "group or channel and NVFP4 are supported in 4 bits",
+        "compressed-tensors, nvfp4-pack-quantized, with quantized inputs, as in W4A4, but the only supported 4-bit "
+        "formats are NVFP4 and W4A16 integers per group or channel",
     ),
     "int8": (
         {

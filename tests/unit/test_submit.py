@@ -117,7 +117,10 @@ def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
 @pytest.mark.parametrize(
     ("time", "message"),
     [
-        ("0:03:00", "--time 0:03:00: leaves no time for a step: of 180 s, 300 (--grace) and up to 60 more"),
+        (
+            "0:03:00",
+            "--time 0:03:00: too short to train: saving may take 300 s (--grace), and SLURM may signal up to 60 s",
+        ),
         ("6", "use --time 15 or a smaller --grace"),
         ("tomorrow", "--time tomorrow: must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
     ],

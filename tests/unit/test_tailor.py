@@ -54,7 +54,7 @@ def test_short_chats_are_packed_and_every_setting_has_a_reason(ground: Path, mon
     lines = text.splitlines()[3:]
     settings = [at for at, line in enumerate(lines) if line and not line.lstrip().startswith("#") and ": " in line]
     assert len(settings) > 15 and all(lines[at - 1].lstrip().startswith("# ") for at in settings)
-    assert "# 600 documents, " in text and "a single document would fill" in text
+    assert "# 600 documents, " in text and "the average document would fill" in text
     from trainer.setup.preflight import prepare
 
     assert prepare(config).data.stats.packed, "and it can be trained as it is"
@@ -140,7 +140,7 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
     assert (
         config.lora.experts and config.lora.expert_rank == "r/top_k" and config.lora.target_modules == ("all-linear",)
     )
-    assert "# a token uses 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
+    assert "# each token uses 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
     hold = int(text.partition("# ")[2].partition(" adapter parameters")[0].split("# ")[-1].replace(",", ""))
     from trainer.commands.run_description import describe_run
     from trainer.setup.preflight import prepare

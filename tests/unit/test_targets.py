@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "far off": ({"target_modules": ("xyz",)}, r"lora.target_modules=xyz: matches no layer of this model; available: "),
     "a module": (
         {"target_modules": ("mlp",)},
-        r"=mlp: is not a layer, but has layers; use down_proj \(2\), gate_proj \(2\), up_proj \(2\)",
+        r"=mlp: is not a layer, but contains layers; use down_proj \(2\), gate_proj \(2\), up_proj \(2\)",
     ),
     "exclude": (
         {"exclude_modules": ("k_prj",)},
@@ -229,4 +229,4 @@ def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:
     }
     model = model_of("llama4_text", **text)
     assert build_exclusion_pattern(model, LoraSection()) == r"(?:model\.layers\.\d+\.feed_forward\.router)(?:\..*)?"
-    assert "without adapter: router (2): compute more than a product, as routers do" in lines(model)
+    assert "without adapter: router (2): compute more than a matrix product, as routers do" in lines(model)

@@ -131,8 +131,12 @@ def test_turns_weigh_what_their_records_say() -> None:
 # Writes how long a text is, which no marker around it may change.
 COUNTED = CHATML.replace("{{ message['content'] }}", "{{ message['content'] }} ({{ message['content'] | length }})")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no variable": (CHATML, {"thinking": "empty"}, "the chat template has no variable enable_thinking; use strip"),
-    "not revealed": (COUNTED, {"thinking": "mask", "train_on": "all"}, "record 1: reasoning cannot be distinguished"),
+    "no variable": (CHATML, {"thinking": "empty"}, "the chat template has no enable_thinking variable; use strip"),
+    "not revealed": (
+        COUNTED,
+        {"thinking": "mask", "train_on": "all"},
+        "record 1: dataset.thinking: mask cannot locate the reasoning",
+    ),
 }
 
 

@@ -45,7 +45,7 @@ def test_validate_describes_the_run_and_writes_nothing(config: Path, capsys: pyt
     share = f"{adapter:,} parameters ({adapter / (model + adapter):.2%} of all): "
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
-    assert lines["steps"] == ("4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks")
+    assert lines["steps"] == ("4 (2 an epoch), 12 samples per step: batch_size 3 x accumulation 2 x 2 ranks")
     assert lines["warning"].startswith("4 optimizer steps in total, the first one with a learning rate of 0 (18 s")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
@@ -108,7 +108,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
     with FolderLock.acquire(run, resumes=False, say=print):
         assert validate.main([str(config)]) == 0
         shown = capsys.readouterr().out
-        assert f"OK except for output_dir=run: a run is active in it (process {os.getpid()} on " in shown
+        assert f"OK except for output_dir=run: is in use by an active run (process {os.getpid()} on " in shown
     write_run_record(run, load_config(config).config.model_dump_json(), 1, "cpu", "fp32")
     before = sorted(run.rglob("*"))
     assert validate.main([str(config)]) == 0
@@ -129,7 +129,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
         ("training.batch_size=auto", "steps: 2 epochs of 18 samples; batch_size is chosen when training starts"),
         (
             "training.global_batch_size=12",
-            "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks",
+            "steps: 4 (2 an epoch), 12 samples per step: batch_size 3 x accumulation 2 x 2 ranks",
         ),
         ("adapter=none", "adapter: none, all weights are trained"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above the usual rates of AdamW"),

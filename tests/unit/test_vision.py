@@ -403,9 +403,7 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
     )
     [wanted] = prepared.tokenizer.batch_decode(answer[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert shown == wanted.strip()
-    problem = {"lora": "vision.train=lora: servers only apply", "projector": "lora.modules_to_save"}.get(
-        TRAINED[family]
-    )
+    problem = {"lora": "vision.train=lora: servers apply", "projector": "lora.modules_to_save"}.get(TRAINED[family])
     with pytest.raises(UserError, match=problem) if problem else nullcontext():
         export(find_run(tmp_path / "run"), "vllm", tmp_path / "exported")
 

@@ -187,4 +187,4 @@ def test_a_rank_that_was_started_by_hand_leaves_another_runs_folder_alone(
         assert (tmp_path / "run" / "logs" / "heartbeat-0.json").read_text() == "the other's"
         assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["heartbeat-0.json", "lock.json"]
     error = capsys.readouterr().err
-    assert f"another run uses this folder, process {os.getpid()} on " in error and error.count("\n") == 1
+    assert f"in use by another run (process {os.getpid()} on " in error and error.count("\n") == 1

@@ -1,1 +1,1 @@
-"""Checkpoints, weights and the record of a run."""
+"""Read and write checkpoints, final weights and run records."""

@@ -53,12 +53,12 @@ def describe_adapter_damage(folder: Path) -> str | None:
 
 
 def describe_untrainable_tensor(folder: Path) -> str | None:
-    """Return why a tensor of a saved adapter cannot be trained, prefixed with its name; None if all can be trained."""
+    """Return a message that names the first tensor that is not floating point or not finite, or None."""
     for name, tensor in load_file(folder / WEIGHTS).items():
         if not tensor.is_floating_point():
             return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; use a 16-bit or fp32 adapter"
         if not torch.isfinite(tensor.float()).all():
-            return f"{name} is not finite; use an earlier checkpoint"
+            return f"{name} contains NaN or infinity; use an earlier checkpoint"
     return None
 
 
@@ -91,10 +91,10 @@ class NotReloadableError(UserError):
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """The names of the trained tensors in PEFT's file, and the adapter's settings."""
+    """Tensor names and settings of an adapter in PEFT's file format."""
 
     names: Mapping[str, str]
-    """Names in the model by name in the file."""
+    """Maps names in the file to names in the model."""
     settings: str
     """Content of adapter_config.json."""
     factors: Mapping[str, ExpertFactor]
@@ -131,9 +131,10 @@ class AdapterFormat:
         return cls(names, settings, trained_factors, build_empty_base(model.get_base_model()))
 
     def check_loads(self, folder: Path) -> None:
-        """Raise NotReloadableError unless plain PEFT can load a saved adapter without losing a tensor.
+        """Raise NotReloadableError unless plain PEFT can load every tensor of a saved adapter.
 
-        Loads into a base model on the meta device. Equal settings, names and shapes are checked only once.
+        Loads into a base model on the meta device. A combination of settings, names and shapes that PEFT has
+        already loaded is not checked again.
         """
         text = (folder / SETTINGS).read_text(encoding="utf-8")
         shapes = {name: tuple(entry.shape) for name, entry in read_safetensors_header(folder / WEIGHTS)[0].items()}
@@ -152,10 +153,11 @@ class AdapterFormat:
         return {stored: peft.get(name, trained[name]) for stored, name in self.names.items()}
 
     def convert_for_unchanged_base(self) -> "AdapterFormat":
-        """Return the format of an equivalent adapter for the original base model; PiSSA and OLoRA change its weights.
+        """Return this format with settings for an equivalent adapter on the original base model.
 
-        W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale. PEFT's own conversion
-        loads a second adapter into the model, which must not happen during training.
+        PiSSA and OLoRA change the base weights: W + dW = (W - s B0 A0) + s B A. The equivalent update of the
+        original W is dW = s [B, -B0] [A; A0], with rank 2r and the same scale. PEFT's own conversion loads a second
+        adapter into the model, which must not happen during training.
         """
         settings = json.loads(self.settings)
         growth = math.sqrt(2) if settings["use_rslora"] else 2
@@ -168,7 +170,11 @@ class AdapterFormat:
 def subtract_initial_adapter(
     trained: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the factors of (trained - initial), in the format of `convert_for_unchanged_base`."""
+    """Return the factors of the update relative to the initial adapter, at twice the rank.
+
+    Concatenates A to [A; A0] and B to [B, -B0], and keeps all other tensors. Load the result with the settings
+    from `convert_for_unchanged_base`.
+    """
     joined = dict(trained)
     for name, value in trained.items():
         if "lora_A" in name:

@@ -92,7 +92,11 @@ def exchange_outcomes(
     ranks: Ranks,
     stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Exchange disk errors and exceptions; if any rank failed, delete the folder and raise an error on all ranks."""
+    """Exchange write errors between ranks, and raise an error on all ranks if any rank failed.
+
+    Rank 0 first calls `stop` and deletes the folder. Raises `exception` unchanged on its rank and OtherRankError on the
+    other ranks; if there are only disk errors (`failures`), raises SaveError on all ranks. A collective call.
+    """
     error = f"{type(exception).__name__}: {exception}" if exception else ""
     outcomes: list[tuple[list[str], str]] = gather_objects((failures, error))
     full = [reason for reasons, _ in outcomes for reason in reasons]

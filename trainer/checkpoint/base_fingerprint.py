@@ -27,10 +27,11 @@ SAME_WEIGHTS = ("name", "weights", "commit")
 
 
 def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
-    """Return the `name` of a random base model, or the Hub `commit` and hashes of the `weights` and `config`.
+    """Return a base model's fingerprint; empty if the model is not on this machine.
 
-    Includes hashes, by name, of an image pipeline's frozen parts and of the Python files that loading would run.
-    Empty if the base model is not on this machine.
+    A random model has only a `name`. Other models have hashes of their `weights` and `config` (a single file
+    only of its `weights`), and the Hub `commit` if they are in the Hub's cache. Image pipelines also have a
+    hash per frozen part, and models with remote code a hash per Python file.
     """
     if is_random(base_model):
         return {"name": base_model}
@@ -58,7 +59,7 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
 
 
 def _find_external_code(folder: Path) -> dict[str, Path]:
-    """Return the cached code folders of other repositories that `auto_map` names (`owner/repo--module.Class`)."""
+    """Return cached code folders of `auto_map` values (`owner/repo--module.Class`), keyed by `owner/repo/`."""
     settings = (
         read_json_or_default(folder / name, dict[str, Any], {}) for name in ("config.json", "tokenizer_config.json")
     )
@@ -95,7 +96,7 @@ def _hash_settings(file: Path) -> str:
 
 
 def find_changed_part(one: dict[str, str], other: dict[str, str]) -> str | None:
-    """Return the first shared key, except SAME_WEIGHTS, with different values; None if all values are equal."""
+    """Return the first key outside SAME_WEIGHTS that has different values in the two fingerprints, or None."""
     return next((key for key in one if key not in SAME_WEIGHTS and other.get(key, one[key]) != one[key]), None)
 
 

@@ -100,13 +100,13 @@ def describe_damage(checkpoint: Path) -> str | None:
             return f"{MARKER} is damaged"
         for name, (digest, size) in checksums.items():
             if (size_found := (checkpoint / name).stat().st_size) != size:
-                return f"{name} is damaged: {size_found:,} bytes of {size:,}"
+                return f"{name} is damaged: it has {size_found:,} of {size:,} bytes"
             if compute_checksum(checkpoint / name) != digest:
                 return f"{name} is damaged: its checksum does not match"
         return None
     except FileNotFoundError as error:
         name = Path(error.filename).name
-        return "is incomplete: it has no COMPLETE" if name == MARKER else f"{name} is missing"
+        return "is incomplete: it has no COMPLETE file" if name == MARKER else f"{name} is missing"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
 
@@ -172,9 +172,10 @@ def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
 
 
 def publish(folder: Path, final: Path, abandoned: list[Path]) -> list[Path]:
-    """Seal a folder, flush it to disk and rename it to `final`; first rename `abandoned` checkpoints and old `final`.
+    """Seal a folder, flush it to disk and rename it to `final`.
 
-    A crash at any point leaves older checkpoints untouched. Returns the new paths of the renamed checkpoints.
+    Before that rename, moves `abandoned` checkpoints and any existing `final` out of the way, and returns their
+    new paths. A crash at any point leaves older checkpoints untouched.
     """
     seal(folder)
     for path in (*folder.rglob("*"), folder):

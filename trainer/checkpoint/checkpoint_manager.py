@@ -44,8 +44,8 @@ from trainer.scu.controller import ScuController
 from trainer.tasks.task import BatchSource
 
 REQUANTIZED_MOMENTS = (
-    "the 8-bit moments are partitioned differently than in the checkpoint and were quantized again, so the run "
-    "does not continue bit for bit"
+    "the 8-bit moments are partitioned differently than in the checkpoint and were requantized, so the resumed "
+    "run is not bitwise identical"
 )
 
 
@@ -186,7 +186,7 @@ class CheckpointManager:
         self._upload()
 
     def _upload(self) -> str | None:
-        """Upload the run if it is on an object store; return its URL. Record a failure, and retry at the next save."""
+        """Upload a run on an object store, and return its URL. The next save retries a failed upload."""
         try:
             self._upload_problem = ""
             return upload_run(self._run_dir)
@@ -233,15 +233,16 @@ class CheckpointManager:
             raise
 
     def restore_best(self, engine: Engine, position: Position) -> int | None:
-        """If `best_checkpoint` is set, restore the weights with the best `best_metric` and return their step.
+        """Restore the weights with the best `best_metric` and return their step.
 
-        Returns None if the last weights are kept, for example because they are the best or the checkpoint is damaged.
+        Returns None and keeps the last weights if `best_checkpoint` is not set, if the last weights are the best or
+        no best step is known, or if the best checkpoint is damaged.
         """
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return None
         best = self._get_checkpoint_path(position.best_step)
         if problem := run_on_main(self._ranks, lambda: describe_damage(best)):
-            self._say(f"[yellow]warning:[/yellow] keeping the last weights: {escape(f'{best.name}: {problem}')}")
+            self._say(f"[yellow]warning:[/yellow] {escape(f'{best.name}: {problem}')}; keeping the last weights")
             return None
         restore_checkpoint(best, engine, self._ranks)
         metric = position.best_metric

@@ -107,7 +107,7 @@ def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
     config = read_json_or_default(Path(base_model).expanduser() / "config.json", dict[str, Any], {})
     layers = config.get("num_hidden_layers", 0)
     if isinstance(layers, int) and 0 <= last < layers - 1:
-        unchanged = f"has {layers} layers, but the adapter only {last + 1}; the other layers are unchanged"
+        unchanged = f"has {layers} layers, but the adapter covers only {last + 1}; the others are unchanged"
         print(f"note: base_model={base_model}: {unchanged}", file=sys.stderr)
 
 
@@ -119,7 +119,7 @@ def _check_adapter(folder: Path, run_dir: Path) -> None:
 
 
 def _read_config(run_dir: Path) -> RunConfig:
-    """Return the run's settings. Paths that exist relative to the run's working directory become absolute."""
+    """Return the run's settings. Relative paths that exist in its working directory become absolute."""
     path = run_dir / CONFIG
     settings = read_json(path)
     started_in = check_type(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)

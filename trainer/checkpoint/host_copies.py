@@ -51,7 +51,10 @@ class HostCopies:
             self._event.synchronize()
 
     def _use_copy_stream(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """Return the copy stream's context. The stream waits for the tensor and keeps its memory until it is copied."""
+        """Return a context in which copies of the tensor are queued on the copy stream.
+
+        The copy stream waits for the current stream. The tensor's memory is not reused before the copy is complete.
+        """
         if tensor.device.type != "cuda":
             return nullcontext()
         if self._stream is None:

@@ -107,7 +107,7 @@ def find_differences(recorded: Identity, current: Identity, name: str) -> list[D
         part = find_changed_part(recorded.base, current.base)
         differ = "its weight files differ from" if part in (None, "config") else f"its {part} differs from"
         what = "its weights cannot be compared with" if same is None else differ
-        before = f"{recorded.base_model}, on which" if recorded.base_model != current.base_model else "when"
+        before = f"{recorded.base_model}, on which" if recorded.base_model != current.base_model else "those on which"
         problem = f"base_model={current.base_model}: {what} {before} {name} was trained"
         differences.append(Difference(problem, "the weights of base_model", "base_model"))
     tokenizer = "tokenizer" if "tokenizer" in current.data else "vocabulary"
@@ -166,7 +166,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
 
 
 def is_training_data(folder: Path, origin: Mapping[str, str]) -> bool:
-    """Return whether data has the content that the run in `folder` was trained with."""
+    """Return whether the data (`origin`) is what the run in `folder` was trained on."""
     recorded = read_recorded_identity(folder)
     return recorded is not None and recorded.data.get("content") == origin["content"]
 
@@ -192,7 +192,7 @@ def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[
     if SETTINGS in find_changed_files(folder):
         problems.append(f"lora.adapter_path={folder}: {SETTINGS} was changed after training")
     if problems and not config.lora.allow_mismatch:
-        fix = "restore what the adapter was trained with, or allow it with lora.allow_mismatch: true"
+        fix = "undo the change, or allow it with lora.allow_mismatch: true"
         raise UserErrors([f"{problem}; {fix}" for problem in problems])
     return problems
 
@@ -307,7 +307,7 @@ def plan_resumption(
 
 def describe_finished_run(step: int, total_steps: int) -> str:
     return (
-        f"the checkpoint is at step {step}, but training.max_steps or epochs amount to {total_steps} steps, so "
+        f"the checkpoint is at step {step}, and training.max_steps or epochs ends the run at step {total_steps}, so "
         "nothing is left to train; raise max_steps or epochs"
     )
 

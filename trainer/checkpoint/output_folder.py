@@ -62,7 +62,7 @@ def check_inputs_and_output(config: RunConfig, *, to_train: bool = True) -> None
 
 
 def prefix_errors(check: Callable[..., Result], run: RunConfig, *arguments: Any, **options: Any) -> Result:
-    """Return the result of `check` for one adapter's run. Prefix its errors with the adapter's name."""
+    """Call `check` for one adapter's run, and prefix its errors with the adapter's name."""
     try:
         return check(run, *arguments, **options)
     except UserError as error:
@@ -100,7 +100,7 @@ def describe_output_problem(config: RunConfig) -> str | None:
     """Return why `zerolora train` would reject the output folder now, with the fix; None if it would accept it."""
     holder = describe_live_holder(Path(config.output_dir))
     if holder:
-        return f"a run is active in it ({holder}); wait until it exits, or use another folder"
+        return f"is in use by an active run ({holder}); wait until it exits, or use another folder"
     return _find_conflict(config)
 
 
@@ -114,7 +114,7 @@ def _find_conflict(config: RunConfig) -> str | None:
         return _describe_move_problem(folder)
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
-    overwriting = "output.overwrite: true to move it aside, or delete to delete it"
+    overwriting = "output.overwrite: true (moves it aside) or delete (deletes it)"
     if list_checkpoints(folder):
         resuming = "training.resume_from_checkpoint: latest to resume it"
         return f"contains another run; use a new folder, set {resuming}, or {overwriting}"
@@ -127,7 +127,7 @@ def _describe_move_problem(folder: Path) -> str | None:
     if os.path.ismount(real):
         return "output.overwrite cannot move a run out of a mount point; use a subfolder of it"
     if not os.access(real.parent, os.W_OK | os.X_OK):
-        return f"output.overwrite cannot move the earlier run aside: no permission to write in {real.parent}"
+        return f"output.overwrite cannot move the run: no permission to write in {real.parent}; use another folder"
     return None
 
 
@@ -136,7 +136,7 @@ def _find_nearest_existing(folder: Path) -> Path:
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             raise UserError(
-                f"output_dir={folder}: {path} is a link to {os.readlink(path)}, which does not exist; create that "
+                f"output_dir={folder}: {path} is a symlink to {os.readlink(path)}, which does not exist; create that "
                 "folder, or use another"
             )
         if path.exists():
@@ -161,7 +161,7 @@ def _check_writable(folder: Path, existing: Path) -> None:
         raise UserError(f"output_dir={folder}: no permission to write in {existing}; use another folder")
     disk = shutil.disk_usage(existing)
     if not disk.total:
-        raise UserError(f"output_dir={folder}: {existing} is on a file system without storage; use another folder")
+        raise UserError(f"output_dir={folder}: {existing} is on a virtual file system; use another folder")
     free_gib = disk.free / 2**30
     if free_gib < MIN_FREE_GIB:
         raise UserError(

@@ -48,7 +48,7 @@ class RunFolder:
     def __init__(
         self, config: RunConfig, task: Task, ranks: Ranks, console: Console, say: Output, lock: FolderLock | None
     ) -> None:
-        """Create the object without writing anything; `config` has no `auto` values, and only rank 0 has the `lock`."""
+        """Store the arguments. `config` must not contain `auto` values, and only rank 0 passes a `lock`."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._say, self._lock = console, say, lock
@@ -72,7 +72,11 @@ class RunFolder:
         prompt_text: str | None,
         checkpoint: Path | None,
     ) -> None:
-        """Write the run record and open the metrics, once all checks have passed. `checkpoint`: where a run resumes."""
+        """Write the run record and open the metrics; a collective call.
+
+        Call it after all checks have passed, because a new run clears the folder of an earlier run. `checkpoint` is
+        the checkpoint from which the run resumes.
+        """
         config, is_main = self._config, self._ranks.is_main
         changes_base = changes_base_weights(config.lora) and config.adapter == "lora"
         if position.step and changes_base:
@@ -176,7 +180,11 @@ class RunFolder:
             record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
 
     def write_report(self, before: float | None, after: float | None) -> None:
-        """Write the report and print the summary; `before` and `after` training are held-out losses."""
+        """Write the report and print the summary.
+
+        `before` and `after` are the held-out losses before and after training. A full disk or an exception while
+        building the report only causes a warning, because the run is complete.
+        """
         page = None
         if before is None:  # a resumed run
             first = (record.get("eval/loss") for record in read_metrics(self.path) if record["step"] == 0)

@@ -48,7 +48,7 @@ def find_run_dir(folder: Path) -> Path:
         raise UserError(f"{folder}: {problem}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
-        problem = f"is not the folder of a run, because it has no {CONFIG}"
+        problem = f"is not a run's output folder, because it has no {CONFIG}"
         raise UserError(f"{folder}: {problem}; pass the output_dir of a run")
     return run_dir
 
@@ -160,7 +160,7 @@ def _delete_run_files(run_dir: Path) -> None:
 
 
 def _sort_record_last(paths: Iterable[Path]) -> list[Path]:
-    """Sort the files of the record last, so that a partly cleared folder still counts as a run's folder."""
+    """Return the paths with the run record last, so that a partly cleared folder still counts as a run."""
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN))
 
 

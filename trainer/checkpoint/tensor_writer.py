@@ -22,7 +22,7 @@ _MAX_BUFFERS = 1024
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write contiguous CPU tensors; return the file's checksum, as `checkpoint_files.compute_checksum` would."""
+    """Write contiguous CPU tensors as safetensors, and return the file's XXH3-128 (see `compute_checksum`)."""
     # Largest elements first, because offsets must be multiples of the element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}

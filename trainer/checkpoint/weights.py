@@ -95,4 +95,4 @@ def _check_finite(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
         raise RuntimeError(f"{folder}: no weights to write")
     for name, value in weights.items():
         if value.element_size() > 1 and not value.isfinite().all():  # 8-bit types have no infinity
-            raise RuntimeError(f"{folder}: {name} is not finite; the last good weights are in the newest checkpoint")
+            raise RuntimeError(f"{folder}: {name} has NaN or inf; the last good weights are in the newest checkpoint")

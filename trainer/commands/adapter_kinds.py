@@ -92,7 +92,7 @@ class ImageAdapter:
 
 
 def export_gguf(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> list[str]:
-    """Write the merged model as a GGUF file (`ollama`: a folder with it and its Modelfile); return lines to print."""
+    """Write the merged model as GGUF (for `ollama`, a folder with a Modelfile), and return lines to print."""
     config = load_model_config(run.config.base_model, run.config.model)
     check_architecture(config)
     model, tokenizer, values = build_merged_model(run)
@@ -108,7 +108,7 @@ def export_gguf(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> 
             lines += _write_modelfile(run, tokenizer, folder / "Modelfile", output)
             move_into_place(folder, output)
     if (context := compute_max_context_length(config)) < config.max_position_embeddings:
-        lines.append(f"context of {context:,} tokens: llama.cpp does not support this model's sliding window")
+        lines.append(f"context limited to {context:,} tokens: llama.cpp does not support this model's sliding window")
     if chats_differ(tokenizer):
         lines.append("llama.cpp handles spaces after special tokens differently, so it may tokenize chats differently")
     return lines

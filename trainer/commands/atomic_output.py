@@ -29,7 +29,7 @@ def check_output(output: Path) -> None:
         raise UserError(f"{output}: already exists; use another folder with --output")
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"{output}: cannot be written in {existing}; use another folder with --output")
+        raise UserError(f"{output}: cannot be created in {existing}; use another folder with --output")
     _check_no_run_in(output)
 
 
@@ -49,9 +49,10 @@ def _check_no_run_in(output: Path) -> None:
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output` and delete it afterwards; `move_into_place` saves results from it.
+    """Yield a temporary folder next to `output`, which is deleted on exit.
 
-    Raises UserError if the folder cannot be created, and RuntimeError with the disk's free space if writing fails.
+    Use `move_into_place` to keep results. Raises UserError if the folder cannot be created, and RuntimeError
+    with the disk's free space if writing fails.
     """
     temporary = output.with_name(f".writing-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -63,7 +63,7 @@ class Conversation:
                 break
             recent = recent[2:]
         if row.shape[1] >= context_length:
-            raise UserError(f"the turn has {row.shape[1]} tokens, but the context is {context_length}; shorten it")
+            raise UserError(f"the turn has {row.shape[1]} tokens, but the context holds {context_length}; shorten it")
         if self.prompt_format is None and len(recent) < len(turns):
             print(f"note: the first {len(turns) - len(recent)} turns no longer fit in the context", file=sys.stderr)
         return row, images

@@ -46,7 +46,7 @@ def parse_memory(text: str, option: str = "--gpu-memory") -> int:
     if size is None:
         raise UserError(f"{option} {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
     if not MIN_GPU_MEMORY <= size <= 2**50:
-        raise UserError(f"{option} {text}: {size / GIB:.3g} GiB is out of range; write 80GiB, 24GB or 40960MiB")
+        raise UserError(f"{option} {text}: {size / GIB:.3g} GiB is out of range; use a value from 1GiB to 1024TiB")
     return int(size)
 
 
@@ -138,7 +138,7 @@ def print_report(console: Console, result: dict[str, Any], estimate: Estimate) -
     for line in speed.describe_speed(result["speed"], result["gpus"]) if result["speed"] else ():
         console.print(line, highlight=False)
     host, disk = format_gib(estimate.host), format_gib(estimate.disk)
-    console.print(f"host memory per rank {host} plus the process itself, disk {disk}")
+    console.print(f"host memory per rank: {host}, plus the process itself; disk space: {disk}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
     for row in result["stages"]:
         offloaded = [name for name in ("optimizer", "parameters") if row[f"offload_{name}"]]
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     context = get_context_length(planner.shapes.model.config) if planner.has_sequences else None
     config = config.fit_max_length(context)
     if config.runs:
-        notes.append(f"{len(config.runs)} adapters: estimated as one, with the sum of their ranks and the rows of all")
+        notes.append(f"{len(config.runs)} adapters: estimated as one, with the sums of their ranks and batch sizes")
     if arguments.max_length and not planner.has_sequences:
         raise UserError("--max-length auto: image models have no sequences; remove the option")
     if arguments.max_length:
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:
-    """Build a planner for assumed GPUs; return it with notes on the assumptions."""
+    """Build a memory planner for GPUs that need not exist, and return it with notes on its assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assume(world_size, precision, ranks_per_host)
     return find_model_kind(config).build_draft_planner(config, machine)

@@ -126,7 +126,10 @@ def _interval_to_json(name: str, values: Sequence[float]) -> dict[str, Any]:
 def evaluate_pairs(
     model: Any, samples: Samples, config: RunConfig, pad_token_id: int, *, batch_size: int, resamples: int
 ) -> dict[str, Any]:
-    """Return loss, accuracy and margin for base, adapter and difference, with intervals over pairs (KTO: answers)."""
+    """Return loss, accuracy and margin of base and adapter, and the differences between them.
+
+    Each value has a bootstrap interval over pairs (for KTO, over answers).
+    """
     loss = find_task(config).build_pair_loss(model, config)
     values = _measure_pairs(model, loss, samples, pad_token_id, batch_size)
     pairs = values.shape[-1]
@@ -253,23 +256,23 @@ def _format_cell(values: dict[str, Any], name: str, spec: str) -> str:
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
-        prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
+        prog="zerolora eval", description="Report loss, bits/token and perplexity of base and adapter on held-out data."
     )
     add_run_arguments(parser, BASE_MODEL_HELP)
     parser.add_argument(
         "--data", metavar="FILE", help="a file, folder or Hub ID to evaluate on instead of the run's held-out data"
     )
-    parser.add_argument("--split", help="split of --data (train)")
+    parser.add_argument("--split", help="split of --data (default: train)")
     parser.add_argument("--tasks", metavar="A,B", help="names or YAML files of lm-eval tasks to run instead")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="few-shot examples in the prompts of --tasks")
     parser.add_argument("--limit", type=parse_positive_int, metavar="N", help="maximum number of documents per task")
     parser.add_argument("--apply-chat-template", action="store_true", help="use the chat template for --tasks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument(
-        "--batch-size", type=parse_positive_int, metavar="N", help="documents per batch (as in training)"
+        "--batch-size", type=parse_positive_int, metavar="N", help="documents per batch (default: as in training)"
     )
     parser.add_argument(
-        "--samples", type=parse_positive_int, default=2000, metavar="B", help="bootstrap resamples (2000)"
+        "--samples", type=parse_positive_int, default=2000, metavar="B", help="bootstrap resamples (default: 2000)"
     )
     return parser.parse_args(argv)
 

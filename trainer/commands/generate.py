@@ -105,7 +105,7 @@ def generate_answers(
 
 
 def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model; unless the base model is needed as well (`both`), merge or fuse the adapter."""
+    """Load the trained model, and merge or fuse its adapter unless the base model is also needed (`both`)."""
     model = load_trained_model(run, tokenizer, choose_default_device())
     if both:
         return model
@@ -122,12 +122,16 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
 def encode_prompts(
     prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], context_length: int | None, failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
-    """Yield prompts with their token ids. Report prompts that cannot be answered, and add them to `failed`."""
+    """Yield each prompt with its token IDs [1, T].
+
+    A prompt that cannot be encoded or fills the context is printed to stderr and appended to `failed`. If it is
+    the only prompt in a list, raises UserError instead.
+    """
     for prompt in map(replace_invalid_unicode, prompts):
         try:
             row = encode(prompt)
             if context_length is not None and row.shape[1] >= context_length:
-                problem = f"the prompt has {row.shape[1]} tokens, but the context is {context_length}; shorten it"
+                problem = f"the prompt has {row.shape[1]} tokens, but the context holds {context_length}; shorten it"
                 raise UserError(problem)
             yield prompt, row
         except UserError as error:
@@ -190,7 +194,7 @@ def read_stdin_prompts(terminal: bool) -> Iterator[str]:
             if terminal:
                 print(file=sys.stderr)
             if not found:
-                raise UserError("PROMPT: missing, and standard input has none; pass one, or write one on each line")
+                raise UserError("PROMPT: missing, and standard input has no prompt; pass one, or pipe one per line")
             return
         if prompt := line.removeprefix("\ufeff").strip():
             found = True
@@ -213,13 +217,13 @@ def replace_invalid_unicode(prompt: Prompt) -> Prompt:
 
 def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
     longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
-    help_ = f"maximum length of an answer in tokens ({longest})"
+    help_ = f"maximum length of an answer in tokens (default: {longest})"
     parser.add_argument("--max-new-tokens", type=parse_positive_int, default=longest, metavar="N", help=help_)
-    help_ = f"sampling temperature; 0: greedy ({temperature:g})"
+    help_ = f"sampling temperature; 0: greedy (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=help_)
-    help_ = f"nucleus sampling: sample from the most likely tokens with total probability P ({top_p})"
+    help_ = f"nucleus sampling: sample from the most likely tokens with total probability P (default: {top_p})"
     parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
-    parser.add_argument("--system", metavar="TEXT", help="system prompt (dataset.system_prompt of the run)")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt (default: the run's dataset.system_prompt)")
     help_ = "image shown before the prompt, for vision-language models; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help_)
     group = parser.add_mutually_exclusive_group()
@@ -237,7 +241,7 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add_answer_options(parser, Sampling())
     parser.add_argument("--base", action="store_true", help="also show the base model's answer")
     parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
-    parser.add_argument("--batch-size", type=parse_positive_int, default=1, metavar="N", help="prompts per batch (1)")
+    parser.add_argument("--batch-size", type=parse_positive_int, default=1, metavar="N", help="batch size (default: 1)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
         raise UserError(
@@ -246,7 +250,7 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.raw and arguments.system is not None:
         raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one of them")
     if not all(prompt.strip() for prompt in arguments.prompts):
-        raise UserError("PROMPT: empty; write a question, or omit PROMPT to answer standard input")
+        raise UserError("PROMPT: empty; write a question, or omit PROMPT to read standard input")
     arguments.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if arguments.temperature == 0 and arguments.top_p < 1:
         raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; remove one of them")

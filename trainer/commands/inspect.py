@@ -23,10 +23,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora inspect", description="Show examples with trained tokens in color.")
     parser.add_config()
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--examples", type=parse_positive_int, default=3, help="number of examples (3)")
+    shown.add_argument("--examples", type=parse_positive_int, default=3, help="number of examples (default: 3)")
     shown.add_argument("--step", type=parse_positive_int, help="show the data of this step (from 1) instead")
     parser.add_argument(
-        "--ranks", type=parse_positive_int, help="number of ranks in the run (default: as on this machine)"
+        "--ranks", type=parse_positive_int, help="number of ranks (default: as `zerolora train` would start here)"
     )
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):

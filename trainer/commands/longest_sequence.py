@@ -14,9 +14,11 @@ STEP, PRECISION = 256, 64
 
 
 def find_longest(planner: Planner, config: RunConfig, memory: int) -> dict[int, int]:
-    """Return the longest sequence for each number of GPUs that share it (1, configured, all); 0 if none fits.
+    """Return the longest sequence that fits, keyed by the number of GPUs that share each sequence.
 
-    The micro-batch is one row; all other settings, including `auto`, apply as configured.
+    Tries 1, the configured number and all GPUs; 0 means that no sequence fits. Numbers that cannot be used are
+    omitted, except the configured one, which raises UserError. The micro-batch is one row; all other settings,
+    including `auto`, apply as configured.
     """
     longest = {}
     for size in dict.fromkeys((1, config.parallel.sequence, planner.machine.world_size)):
@@ -74,7 +76,7 @@ def _fits(planner: Planner, config: RunConfig, length: int, memory: int) -> bool
 
 
 def format_longest(longest: dict[int, int], seconds: dict[int, float], gpu_name: str, context: int | None) -> list[str]:
-    steps = {size: f"; a step on {gpu_name} {value:,.1f} s" for size, value in seconds.items()}
+    steps = {size: f"; {value:,.1f} s per step on {gpu_name}" for size, value in seconds.items()}
     lines = [
         f"longest sequence with parallel.sequence={size}: {length:,} tokens{steps.get(size, '')}" if length else
         f"longest sequence with parallel.sequence={size}: not even {SHORTEST:,} tokens fit"

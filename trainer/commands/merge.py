@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="zerolora merge", description="Merge an adapter into its full-precision base model, as safetensors."
     )
     add_run_arguments(parser, "location of the full-precision base model, if it was moved")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (default: RUN/merged)")
     parser.add_argument(
         "--dtype",
         choices=("auto", "stored", *DTYPES),
@@ -26,12 +26,12 @@ def main(argv: list[str] | None = None) -> None:
         "the base's 4-bit format)",
     )
     parser.add_argument(
-        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor for the adapter's update (1)"
+        "--scale", type=parse_scale, default=1.0, metavar="X", help="factor for the adapter's update (default: 1)"
     )
     parser.add_argument(
         "--quantize",
         choices=tuple(BITS),
-        help="adapted layers as integers in compressed-tensors' format, for vLLM and SGLang (see training.qat)",
+        help="store adapted layers as integers in compressed-tensors format, for vLLM and SGLang (see training.qat)",
     )
     arguments = parser.parse_args(argv)
     silence_libraries()

@@ -63,9 +63,10 @@ def merge(
 
 
 def _prepare_integers(run: FinishedRun, kind: IntegerKind, dtype: str) -> IntegerMerge:
-    """Return the object that quantizes the adapted layers to `kind`; a `dtype` of `auto` is the training dtype.
+    """Return an IntegerMerge that quantizes the adapted layers to `kind`.
 
-    Raises UserError if the base is in MXFP4 or a library is missing.
+    A `dtype` of `auto` is the training dtype. Prints a note if the run was not trained for `kind`. Raises
+    UserError if the base is in MXFP4 or a library is missing.
     """
     if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
         raise UserError(
@@ -73,7 +74,7 @@ def _prepare_integers(run: FinishedRun, kind: IntegerKind, dtype: str) -> Intege
         )
     qat = run.config.training.qat
     if qat != kind:
-        how = "not trained for integers" if qat is None else f"trained for {qat}"
+        how = "trained without QAT" if qat is None else f"trained for {qat}"
         print(f"note: the run was {how} (training.qat); quantizing after training loses more accuracy", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
@@ -145,7 +146,7 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     config = load_model_config(run.config.base_model, run.config.model)
     stored_format = find_stored_format(config)
     if dtype == "stored" and not isinstance(stored_format, FourBitFormat):
-        raise UserError(f"--dtype=stored: base_model={run.config.base_model} is not stored in 4-bit groups; use auto")
+        raise UserError(f"--dtype=stored: {run.config.base_model} is not stored as GPTQ, AWQ, W4A16 or NVFP4; use auto")
     if isinstance(stored_format, Fp8Format) and dtype == "auto":
         raise UserError(
             f"base_model={run.config.base_model}: is stored in FP8, which would round away most of the adapter; pass "
@@ -250,7 +251,7 @@ def _describe_requantization_error(weights: str, format_: str, changed: float, l
     if not changed:
         return f"{weights}: unchanged, in {format_}"
     return (
-        f"{weights}: requantized to the base's {format_}; rounding changes the merged weights by "
-        f"{(lost / size) ** 0.5:.2%}, the adapter by {(changed / size) ** 0.5:.2%}; to write "
+        f"{weights}: requantized to the base's {format_}; the merged weights changed by "
+        f"{(lost / size) ** 0.5:.2%} (rounding) and {(changed / size) ** 0.5:.2%} (adapter); to write "
         "them unrounded, use --dtype bf16"
     )

@@ -30,7 +30,10 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that has write acces
 
 
 def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
-    """Write the files to upload to `folder`, and the model card also to the adapter's folder. Return their paths."""
+    """Write all files of the upload to `folder`, and return their paths.
+
+    Also saves the model card in the adapter's folder, unless that folder has a card written by the user.
+    """
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
     get_adapter_class(run).write_upload_files(run, folder)
@@ -80,8 +83,8 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
 def _explain_refusal(status: int) -> str:
     """Explain why the Hub rejected an upload, without quoting the response, which may contain the request."""
     reasons = {
-        401: f"the Hub does not accept the token; {LOGIN}",
-        403: "the token may not write there; use your own namespace, and a token with write access",
+        401: f"the Hub rejected the token; {LOGIN}",
+        403: "the token has no write access there; use your own namespace, and a token with write access",
         404: "no such user or organization on the Hub; check the name before the slash",
     }
     return reasons.get(status, f"the Hub refused the upload (HTTP {status}); try again later")
@@ -92,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(
         prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face Hub."
     )
-    add_run_arguments(parser, "the base model's Hub ID, if a folder was used")
+    add_run_arguments(parser, "the base model's Hub ID, if the run used a local folder")
     parser.add_argument("repo", metavar="REPO", help="owner/name on the Hub; created if missing")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="write the card and list the files, without uploading")

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     add_run_arguments(parser, "location of the full-precision base model, if it was moved")
     parser.add_argument("--server", choices=("auto", *SERVERS), default="auto", help="default: first installed")
     parser.add_argument(
-        "--python", default=sys.executable, metavar="FILE", help="Python of the environment with vLLM or SGLang"
+        "--python", default=sys.executable, metavar="FILE", help="Python interpreter with vLLM or SGLang installed"
     )
     parser.add_argument("--merged", action="store_true", help="serve the merged model instead of the adapter")
     parser.add_argument(

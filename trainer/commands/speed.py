@@ -76,7 +76,7 @@ def describe_speed(prediction: dict[str, Any], gpus: int) -> list[str]:
     speed, step_ms = prediction["tokens_per_s"], prediction["step_s"] * 1e3
     lines = [
         f"predicted on {gpus} x {prediction['card']}: {speed:,.0f} tokens/s, {speed / gpus:,.0f} per GPU; "
-        f"a step {step_ms:.1f} ms ({parts})"
+        f"{step_ms:.1f} ms per step ({parts})"
     ]
     for collective in prediction["collectives"]:
         size, duration = collective["bytes_received"] / 1e6, collective["seconds"] * 1e3
@@ -87,5 +87,5 @@ def describe_speed(prediction: dict[str, Any], gpus: int) -> list[str]:
         lines.append(f"note: {prediction['note']}")
     if prediction["hours"] is not None:
         cost = "" if prediction["cost"] is None else f", cost {prediction['cost']:,.2f}"
-        lines.append(f"the run, without its start, evaluations and saves: {prediction['hours']:,.2f} hours{cost}")
+        lines.append(f"the run, excluding startup, evaluations and checkpoints: {prediction['hours']:,.2f} hours{cost}")
     return lines

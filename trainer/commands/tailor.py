@@ -110,14 +110,14 @@ def choose_settings(request: TailorRequest) -> tuple[Settings, list[str]]:
     sequences = float(profile.tokens.sum()) / settings["dataset.max_length"][0] if packs else documents
     samples = max(1, (math.ceil if packs else round)(trained * sequences))
     minimum, usual = math.ceil(FEW_STEPS / math.ceil(samples / request.gpus)), _choose_epochs(documents)
-    why = f"fewer epochs would have fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
+    why = f"fewer epochs would mean fewer than {FEW_STEPS} steps" if minimum > usual else "the best checkpoint is kept"
     settings["training.epochs"] = (max(minimum, usual), f"{format_count(documents, 'document')}; {why}")
     settings["training.global_batch_size"] = ("auto", "")
     batch = resolve_global_batch(_build_config(settings), samples, request.gpus).training.global_batch_size
     settings["training.global_batch_size"] = (batch, "")
     _choose_placement(settings, request, prepared, samples)
     steps = count_steps(_build_config(settings).training, samples, request.gpus) or 1
-    why = f"small batches suit adapters: {steps:,} steps of {batch} sequences"
+    why = f"adapters learn well from small batches: {steps:,} steps of {batch} sequences"
     settings["training.global_batch_size"] = (batch, why)
     settings["training.learning_rate"] = _choose_learning_rate(profile, steps)
     settings |= _choose_evaluation(has_held_out="dataset.val_split" in settings)
@@ -145,7 +145,7 @@ def _build_profile(prepared: PreparedRun, context: int | None) -> Profile:
 
 
 def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
-    """Choose LoRA settings: all linear layers, at the lowest rank with enough capacity. Warn if none has enough."""
+    """Choose all linear layers, at the lowest rank with enough capacity. Return a warning if none has enough."""
     trained = float(profile.targets.sum())
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.compute_expert_rank(rank) <= profile.expert_width] or [8]
@@ -156,13 +156,13 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     parameters = profile.count_parameters(rank)
     capacity = BITS_PER_PARAMETER * parameters
     data = f"about {information / 1e6:,.1f}" if information >= 1e5 else "less than 0.1"
-    why = f"{parameters:,} adapter parameters can learn about {capacity / 1e6:,.1f} Mbit; the data has {data}"
+    why = f"{parameters:,} adapter parameters can store about {capacity / 1e6:,.1f} Mbit; the data contains {data}"
     settings["lora.r"] = (rank, why)
     settings["lora.alpha"] = (32, "fixed, so that the best learning rate hardly depends on r")
     settings["lora.target_modules"] = ("all-linear", "attention layers alone learn less, even with a higher r")
     if profile.per_expert_rank:
         settings["lora.experts"] = (True, "most weights of an MoE model are in its experts")
-        why = f"a token uses {profile.top_k} experts, with a total rank of r"
+        why = f"each token uses {profile.top_k} experts, with a combined rank of r"
         settings["lora.expert_rank"] = ("r/top_k", why)
     warning = build_capacity_warning(parameters, trained, rank)
     return [warning] if warning else []
@@ -186,12 +186,12 @@ def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -
     why = f"the median document has {median:,} tokens, the longest {longest:,}; {cut:,} are truncated"
     settings["dataset.max_length"] = (length, why)
     if packs:
-        why = f"a single document would fill {profile.tokens.mean() / pack:.0%} of a sequence"
+        why = f"the average document would fill only {profile.tokens.mean() / pack:.0%} of a sequence"
     else:
         why = (
-            f"packed, the run would have only {format_count(steps, 'step')}"
+            f"with packing, the run would have only {format_count(steps, 'step')}"
             if short
-            else "most documents already fill a sequence"
+            else "the documents already fill most of a sequence"
         )
     settings["dataset.packing"] = (packs, why)
     if held_out:
@@ -230,11 +230,11 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
         if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
-            why = f"per rank: the global batch over {format_count(request.gpus, 'rank')}; up to {largest} fit in memory"
+            why = f"the global batch split over {format_count(request.gpus, 'rank')}; up to {largest} fit in memory"
             chosen["training.batch_size"] = (rows, why)
             settings |= chosen
             return
-        tried.append(f"{adapter} at stage {stage}{', recomputed' * (recompute != 'none')}")
+        tried.append(f"{adapter} at stage {stage}{', with gradient checkpointing' * (recompute != 'none')}")
     raise UserError(
         f"--gpu-memory {request.memory / GIB:.3g}GiB: {request.model} does not fit on {request.gpus} of these GPUs "
         f"({'; '.join(tried)}); use more GPUs, or a smaller model"
@@ -264,7 +264,7 @@ def _choose_evaluation(*, has_held_out: bool) -> Settings:
     return {
         "training.evals_per_epoch": (4, "often enough to see overfitting"),
         "training.saves_per_epoch": (4, "at every evaluation"),
-        "training.best_checkpoint": (True, "the run ends with its best adapter"),
+        "training.best_checkpoint": (True, "the best adapter becomes the result"),
     }
 
 

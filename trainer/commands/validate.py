@@ -21,9 +21,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_config()
     parser.add_argument(
-        "--ranks", type=parse_positive_int, help="number of ranks in the run (default: as on this machine)"
+        "--ranks", type=parse_positive_int, help="number of ranks (default: as `zerolora train` would start here)"
     )
-    parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
+    parser.add_argument("--settings-only", action="store_true", help="check only the settings, not the model or data")
     arguments = parser.parse_intermixed_args(argv)
     ranks = arguments.ranks or choose_default_ranks()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"note: {note}")
     if arguments.settings_only:
         command = shlex.join(["zerolora", "validate", arguments.config, *arguments.overrides])
-        print(f"OK: the settings of {arguments.config}; to check model and data: {command}")
+        print(f"OK: the settings in {arguments.config}; to check the model and data: {command}")
         return
     check_inputs_and_output(loaded.config, to_train=False)
     PROGRESS.show("importing")

@@ -29,8 +29,15 @@ class AdapterSettings(BaseModel):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
     use_dora: bool = False
+    fan_in_fan_out: bool = False
+    lora_bias: bool = False
+    init_lora_weights: bool | str | None = True
+    bias: Literal["none", "all", "lora_only"] = "none"
     target_modules: Names = None
     exclude_modules: Names = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: Names = None
+    layer_replication: list[list[int]] | None = None
     target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
     rank_pattern: dict[str, Rank] | None = None

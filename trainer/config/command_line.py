@@ -23,7 +23,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     Raises UserError if the override is malformed.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python represents bytes that are not UTF-8
-        raise UserError(f"{text!a}: not UTF-8; write it in UTF-8")
+        raise UserError(f"{text!a}: not valid UTF-8; set the shell's locale to UTF-8")
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:

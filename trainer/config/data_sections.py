@@ -1,4 +1,4 @@
-"""Settings for training and held-out data. The text under a field is its documentation."""
+"""Define the settings for training and held-out data. A field's docstring is its user documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -58,7 +58,7 @@ class SourceSection(Section):
     template: Annotated[str | None, Needs(".format", ("custom",)), *_TEXT] = None
     """For `custom`: a prompt with {field} placeholders; `fields.completion` names the field of the completion."""
     template_without_input: Annotated[str | None, Needs(".template"), *_TEXT] = None
-    """For `custom`: the prompt for records if the field `input` (or the one named by `fields.input`) is empty."""
+    """For `custom`: the prompt for records with an empty field `input` (or the one named by `fields.input`)."""
     text_mode: Annotated[Literal["line", "paragraph", "file"], *_TEXT] = "line"
     """How to split a .txt or .md file into records: by line, by paragraph (separated by blank lines), or not at all
     (`file`). Blank lines are not records."""

@@ -35,7 +35,8 @@ def sanitize(text: str) -> str:
 def format_one_line(message: str) -> str:
     """Format a message as one printable line of bounded length.
 
-    Long words and long messages are shortened in the middle: they begin with the setting and end with the fix.
+    Long words and long messages are shortened in the middle, because a message begins with the setting and ends
+    with the fix.
     """
     words = [_shorten(word, LONGEST_WORD) for word in sanitize(" ".join(message.split())).split()]
     return _shorten(" ".join(words), LONGEST_LINE)
@@ -77,7 +78,7 @@ _PATH_FIXES = {
     errno.EACCES: "fix its permissions",
     errno.EPERM: "fix its permissions",
     errno.ENAMETOOLONG: "use a shorter name",
-    errno.ELOOP: "its links form a loop; use the file itself",
+    errno.ELOOP: "remove the loop of symlinks, or use the real path",
 }
 
 

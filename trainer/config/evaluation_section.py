@@ -1,6 +1,7 @@
-"""Settings for evaluation beyond the held-out loss. The text under a field is its documentation.
+"""Define the settings for evaluation beyond the held-out loss.
 
-Task names are looked up in the text of lm-eval's files, because building lm-eval's index takes 15 seconds.
+The docstring below a field is its user documentation. Task names are looked up in the text of lm-eval's
+files, because building lm-eval's index takes 15 seconds.
 """
 
 import re

@@ -154,7 +154,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
     length = int.from_bytes(begin[:8], "little")
     # The first bytes of a pickle or zip file may be a valid length, but the ninth byte is not `{`.
     if len(begin) < 9 or begin[8:] != b"{":
-        fix = "only safetensors files are loaded, because pickled weights can run code"
+        fix = "convert it to safetensors; pickled weights can run arbitrary code"
         raise UnreadableFileError(path, "is not a safetensors file", fix)
     try:
         with safe_open(path, "numpy"):

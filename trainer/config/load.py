@@ -61,7 +61,7 @@ def load_text(
         tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
         notes.append(f"output_dir is not set; using {tree['output_dir']}, named after the file")
     elif is_remote(url := str(tree["output_dir"])):
-        notes.append(f"output_dir={url}: written to {get_local_copy(url)}, and copied with every checkpoint")
+        notes.append(f"output_dir={url}: written to {get_local_copy(url)}, and uploaded with every checkpoint")
     if tree.get("adapters"):
         tree.setdefault("dataset", {})  # each adapter may have its own dataset
     config: RunConfig | None
@@ -90,9 +90,10 @@ def load_text(
 
 
 def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | None:
-    """Return the trainer that a file was written for; None for our files, even with a few names from other trainers.
+    """Return the trainer that a configuration file was written for; None for zerolora's own files.
 
-    The file must have at least `min_names` names from that trainer, and over twice as many as names of our sections.
+    The file must contain at least `min_names` names from that trainer, and more than twice as many as names of
+    zerolora's sections.
     """
     names = {str(name) for name in tree}
     counts = {trainer: len(names & {*known.split()}) for trainer, known in OTHER_TRAINERS["recognized_by"].items()}

@@ -26,9 +26,9 @@ class Mistakes:
 
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.names: dict[str, str] = {}
-        """Names of the configured settings as typed, by our name."""
+        """Names of the configured settings as typed, by canonical name."""
         self.fractions: dict[str, float] = {}
-        """Fractions of the run that were typed for settings in steps, by our name."""
+        """Values typed as fractions of the run for settings in steps, by canonical name."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
@@ -72,7 +72,7 @@ class Mistakes:
                 self.add(mistake)
 
     def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
-        """Add a mistake for each invalid combination of settings; return intentionally unused settings by reason."""
+        """Add a mistake for each invalid combination. Return settings that are unused on purpose, by reason."""
         entries = [(name, entry) for name, (_, entry) in self._entries.items()]
         invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
         unused, intended = self._classify_unused_settings(config, invalid)
@@ -84,9 +84,10 @@ class Mistakes:
     def _classify_unused_settings(
         self, config: RunConfig, invalid: Set[str]
     ) -> tuple[list[Mistake], dict[str, list[UnusedSetting]]]:
-        """Find configured settings without effect. Return a mistake per reason, and those unused on purpose by reason.
+        """Find configured settings that have no effect.
 
-        Settings in `invalid` already have a mistake and are skipped.
+        Returns a mistake per reason, and the settings that are unused on purpose, keyed by reason. Settings in
+        `invalid` already have a mistake and are skipped.
         """
         mistaken: dict[str, list[UnusedSetting]] = {}
         intended: dict[str, list[UnusedSetting]] = {}
@@ -185,13 +186,13 @@ class UserSettings:
             self.add(name, value)
 
     def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
-        """Remove settings without effect, except settings that another setting replaces, and add a note."""
+        """Remove settings that have no effect, except those that another replaces, and note each reason."""
         for reason, settings in unused.items():
             for setting in settings:
                 if not setting.unmet.replaces:
                     remove_setting(self.tree, setting.name.split("."))
             names = ", ".join(self.mistakes.names.get(setting.name, setting.name) for setting in settings)
-            self.notes.append(f"{names}: no effect, because {reason}")
+            self.notes.append(f"{names}: ignored, because {reason}")
 
     def _flatten_file(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():

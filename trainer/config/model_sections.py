@@ -1,4 +1,4 @@
-"""Settings for the base model, its adapter and its quantization. The text under a field is its documentation."""
+"""Define the model, adapter and quantization settings. A field's docstring is its user documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -129,7 +129,7 @@ class QuantizationSection(Section):
     """Quantization of the base model for `adapter: qlora`: 4-bit with bitsandbytes, or 8-bit with 8-bit matmuls."""
 
     bits: Literal[4, 8] = 4
-    """Bits per weight; default: as `quant_type` implies."""
+    """Bits per weight; default: as implied by `quant_type`."""
     quant_type: Literal["nf4", "fp4", "fp8", "int8"] = "nf4"
     """nf4, fp4: 4-bit, dequantized for each matmul. fp8 (Hopper, Ada): 8-bit, with the fastest steps; W and its input
     are in e4m3, scaled per row and per token. int8: the same in int8, for compute capability 7.5 or higher."""

@@ -62,7 +62,7 @@ def parse_flags(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.
 def _build_parser(by_rank: bool) -> CommandParser:
     parser = (_RankParser if by_rank else CommandParser)(
         prog="zerolora scu-train",
-        description="Train with the Shannon Control Unit and the flags of its published guide; key=value sets more.",
+        description="Train with the Shannon Control Unit and the flags of its guide; key=value sets other settings.",
         allow_abbrev=False,
     )
     precision = parser.add_mutually_exclusive_group()
@@ -72,7 +72,7 @@ def _build_parser(by_rank: bool) -> CommandParser:
             arguments["action"] = "store_true"
         else:
             arguments["type"] = float if row.get("type") == "float" else type(row.get("default", ""))
-            arguments["help"] += f" ({row['default']})" if "default" in row else ""
+            arguments["help"] += f" (default: {row['default']})" if "default" in row else ""
         group = precision if name in ("fp16", "bf16") else parser
         group.add_argument(FLAG_NAMES.get(name, f"--{name.replace('_', '-')}"), dest=name, **arguments)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
@@ -161,9 +161,10 @@ def _name_flag(mistake: Mistake | str, flags: Mapping[str, str]) -> Mistake | st
 
 
 def open_log(output: Path) -> IO[bytes]:
-    """Open the guide's log in the run's folder for appending, and link to it from ./logs, as in the guide, if possible.
+    """Open the guide's log in the run's folder for appending.
 
-    Raises UserError if the log cannot be written.
+    Also links to it from ./logs, where the guide expects it, if the link can be created. Raises UserError if
+    the log cannot be written.
     """
     path = output / LOG_FILE
     try:

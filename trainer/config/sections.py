@@ -1,4 +1,4 @@
-"""All settings of a run, by section. The text under a field is its documentation."""
+"""Define all settings of a run, by section. A field's docstring is its user documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -47,10 +47,10 @@ class ScuSection(Section):
     """Proportional gain; eight times as large for `kl` if K is below the target. `auto`: 0.5; 0.8 with the published
     law."""
     ki: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Integral gain; four times as large for `kl` if K is below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 with
+    """Integral gain; four times as large for `kl` if K is below the target. `auto`: 0.025; 0.1 for `kl`; 0.15 with
     the published law."""
     deadband: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
-    """Largest error that leaves lambda unchanged. `auto`: 0.05, a twentieth of the target; 0.002 of S with the
+    """Largest error that leaves lambda unchanged. `auto`: 0.05, about 5 % of the target; 0.002 in S with the
     published law."""
     ema: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """Weight of the newest measurement in the moving average."""
@@ -103,7 +103,10 @@ class ScuSection(Section):
 
 
 def _choose_start(settings: dict[str, Any]) -> float | None:
-    """Return an initial lambda for `delta` near the final one, so that S overshoots little; None in other cases."""
+    """Return an initial lambda close to the final one, which limits the overshoot of S.
+
+    Returns None unless the measure is `delta`, the controller is `pi` or `fixed`, and the target is valid.
+    """
     if settings.get("measure", "delta") != "delta" or settings.get("controller", "pi") not in ("pi", "fixed"):
         return None
     target = settings.get("target", "auto")
@@ -120,7 +123,7 @@ def _clamp_start(settings: dict[str, Any], start: float) -> float:
 
 
 class ParallelSection(Section):
-    """Division of the work between ranks, in addition to ZeRO."""
+    """Sequence parallelism, in addition to ZeRO."""
 
     sequence: Annotated[Count, LANGUAGE] = 1
     """Number of ranks that share each sequence, for sequences too long for one GPU: each computes an equal part of the
@@ -156,7 +159,7 @@ class OutputSection(Section):
 
     overwrite: bool | Literal["delete"] = False
     """How to handle an earlier run in output_dir. true: move it to OUTPUT_DIR.1, .2 and so on; `delete`: delete its
-    files and checkpoints, but not yours; false: stop with an error."""
+    files and checkpoints, but no other files; false: stop with an error."""
 
 
 class ExportSection(Section):

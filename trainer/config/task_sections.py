@@ -1,4 +1,4 @@
-"""Task-specific settings: preferences, rewards and images. The text under a field is its documentation."""
+"""Define settings for preferences, rewards and images. A field's docstring is its user documentation."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -20,7 +20,11 @@ _LOGIT_NORMAL, _SAMPLES = Needs(".times", ("logit_normal",)), Needs("logging.sam
 
 
 def _parse_loss_weights(value: Any) -> Any:
-    """Convert a name or list of names to losses with weight 1. Raises ValueError for an invalid name or weight."""
+    """Convert a loss, a list of losses or a mapping to a mapping of losses to weights.
+
+    Losses without a weight get weight 1. Raises ValueError for an invalid name or weight, or for kto combined
+    with other losses.
+    """
     names = [value] if isinstance(value, str) else value
     weights = dict.fromkeys(map(str, names), 1.0) if isinstance(names, list | tuple) else value
     if not isinstance(weights, dict) or not weights:

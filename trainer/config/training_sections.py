@@ -1,4 +1,4 @@
-"""Settings for training, ZeRO and the operators. The text under a field is its documentation."""
+"""Define settings for training, ZeRO and the operators. A field's docstring is its user documentation."""
 
 import math
 from collections.abc import Sequence
@@ -159,7 +159,7 @@ class TrainingSection(Section):
     """Data type of weights and activations. `auto`: bf16 if the GPU supports it, else fp16; fp32 on a CPU."""
     qat: Annotated[Literal["int8", "int4"] | None, LANGUAGE] = None
     """Quantization-aware training for integer weights: adapted layers compute with their merged weight W + s B A,
-    rounded in every pass, with straight-through gradients. int8: one scale per row; int4: one per 128 weights (64, 32).
+    rounded in every pass, with straight-through gradients. int8: one scale per row; int4: per 128, 64 or 32 weights.
     Activations are not rounded. `zerolora merge --quantize` writes the rounded weights; needs
     `pip install torchao compressed-tensors`."""
     gradient_checkpointing: Annotated[
@@ -168,7 +168,7 @@ class TrainingSection(Section):
         WithJsonSchema(_CHECKPOINTING_SCHEMA),
     ] = "none"
     """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant. `selective` keeps
-    attention and cheap operations around frozen products and recomputes the rest. `auto`: recompute as few layers as
+    all activations except those inside feed-forward parts (MLPs). `auto`: recompute as few layers as
     the memory estimate requires."""
     gradient_checkpointing_layers: PositiveInt | None = None
     """Recompute only the first N decoder layers, for a memory use and speed between `none` and all layers. Default: all
@@ -186,7 +186,7 @@ class TrainingSection(Section):
     """`halve`: when a GPU runs out of memory, restart from the newest checkpoint with half the batch_size and twice the
     accumulation, up to three times."""
     ignore_memory_check: bool = False
-    """Start even if the memory estimate does not fit."""
+    """Start even if the memory estimate exceeds the available memory."""
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; below 1: a fraction of the run; 0: only at the end."""
     save_minutes: NonNegative = 0.0
@@ -208,9 +208,9 @@ class TrainingSection(Section):
     rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples per step), precision,
     optimizer, scu."""
     early_stopping: PositiveInt | None = None
-    """Stop after this many consecutive evaluations without a better `best_metric`."""
+    """Stop after this many consecutive evaluations without an improvement of `best_metric`."""
     early_stopping_threshold: Annotated[NonNegative, Needs(".early_stopping")] = 0.0
-    """Minimum change of `best_metric` that counts as better."""
+    """Minimum change of `best_metric` that counts as an improvement."""
     best_checkpoint: bool = False
     """Keep the checkpoint with the best `best_metric`, and save its adapter as the result."""
     best_metric: Annotated[str, Needs(".best_checkpoint .early_stopping")] = "loss"
@@ -256,7 +256,11 @@ class TrainingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _parse_fractions_of_run(cls, settings: Any) -> Any:
-        """Convert fractions of the run, such as `eval_steps: 0.25` or `save_steps: 0.25`, as in transformers."""
+        """Convert `eval_steps` and `save_steps` from fractions of the run, as in transformers.
+
+        With `max_steps`, a fraction such as 0.25 becomes a number of steps; otherwise it becomes `evals_per_epoch`
+        or `saves_per_epoch`.
+        """
         if not isinstance(settings, dict):
             return settings
         settings = dict(settings)
@@ -324,7 +328,7 @@ class OpsSection(Section):
     """`cuda`: fused operators; `reference`: the same in plain torch; `peft`: PEFT's layers. `auto` reports its
     choice."""
     flat: Annotated[bool, _ADAPTER] = True
-    """Keep all adapter parameters with the same learning rate in one buffer, a single tensor for the engine."""
+    """Keep all adapter parameters with the same learning rate in one buffer, which DeepSpeed treats as one tensor."""
     recompute: Annotated[Literal["activations", "norms", "none"], _ADAPTER] = "activations"
     """Cheap results to recompute in the backward pass instead of keeping them, in layers without gradient
     checkpointing: `activations` of SwiGLU (saves 7 of 50 GiB for 1 % more time at 8B and 8,192 tokens), or `norms`, to

@@ -46,7 +46,7 @@ def is_pattern(name: str) -> bool:
 
 
 def _parse_layer_names(value: Any) -> Any:
-    """Convert to a list of names; commas within the brackets of a regular expression do not separate names."""
+    """Split a setting into layer names and patterns, but not at commas within a pattern's brackets."""
     if not isinstance(value, str) or not is_pattern(value):
         return _parse_words(value)
     return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]

@@ -81,7 +81,7 @@ def parse_value(annotation: Any, value: Any) -> Any:
 
 
 def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set a value under a dotted name; create its sections, replacing any other values in their place."""
+    """Set a value by dotted name. Create missing sections, and replace values that are in their place."""
     *sections, last = dotted.split(".")
     for section in sections:
         if not isinstance(tree.get(section), dict):

@@ -71,7 +71,7 @@ class Yaml11Loader(yaml.SafeLoader):
                 continue
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                problem = "a list or map as a key; use words as names of settings"
+                problem = "a list or mapping as a key; write the name of a setting"
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:

@@ -1,4 +1,4 @@
-"""Decide whether our code or DeepSpeed gathers the base model at stage 3, and check the keys in `zero.extra`."""
+"""Decide whether zerolora or DeepSpeed gathers the base model at stage 3, and check `zero.extra`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
     """Yield a mistake for each key that is unknown, has its own setting, or that zerolora sets or does not support."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
-        fix = "the stage is set with zero.stage"
+        fix = "set the stage with zero.stage"
         yield Mistake("zero.extra.zero_optimization", to_text(partition), "must be a mapping", fix)
         return
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
@@ -32,7 +32,7 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
         if key in FIXED_KEYS:
             yield Mistake(name, to_text(value), "is set by zerolora and cannot be changed", "remove it")
         if key in UNSUPPORTED_KEYS:
-            yield Mistake(name, to_text(value), "is a part of DeepSpeed that is not supported", "remove it")
+            yield Mistake(name, to_text(value), "is a DeepSpeed feature that zerolora does not support", "remove it")
         elif "." not in key and key not in (*KNOWN_KEYS, *FIXED_KEYS, *SETTINGS):
             fix = f"did you mean {close}?" if (close := find_nearest(key, KNOWN_KEYS)) else "remove it"
             yield Mistake(name, to_text(value), "unknown DeepSpeed key", fix)
@@ -43,15 +43,15 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def gathers_per_layer(config: RunConfig) -> bool:
-    """Return whether our code shards and gathers the base model per layer; DeepSpeed's engine then uses stage 2."""
+    """Return whether zerolora shards and gathers the base model per layer, while DeepSpeed uses stage 2."""
     return config.zero.stage == 3 and config.zero.gather != "module" and describe_layer_gather_problem(config) is None
 
 
 def resolve_engine_zero(config: RunConfig) -> ZeroSection:
-    """Return the ZeRO settings for DeepSpeed's engine: stage 2 if our code gathers the base model.
+    """Return the ZeRO settings for DeepSpeed's engine.
 
-    Runs with several adapters use stage 1 instead of 0, because stage 1's optimizer skips the update of all adapters if
-    one adapter's gradient is not finite.
+    Uses stage 2 if zerolora gathers the base model per layer. Runs with several adapters use stage 1 instead of
+    0, because stage 1's optimizer skips the update of all adapters if one adapter's gradient is not finite.
     """
     if config.adapters and config.zero.stage == 0:
         return config.zero.model_copy(update={"stage": 1})
@@ -69,5 +69,5 @@ def describe_layer_gather_problem(config: RunConfig) -> str | None:
     if config.lora.adapter_path and not Path(config.lora.adapter_path).is_dir():
         return "the type of an adapter on the Hub is unknown before it is loaded"
     if "zero_optimization" in config.zero.extra:
-        return "zero.extra sets DeepSpeed's own stage 3"
+        return "zero.extra configures DeepSpeed's own stage 3"
     return None

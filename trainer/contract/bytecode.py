@@ -1,4 +1,4 @@
-"""Find or redirect the bytecode of large libraries; without bytecode, every rank compiles 3,000 modules on startup."""
+"""Cache missing bytecode of large libraries, so that ranks need not compile 3,000 modules on startup."""
 
 import os
 import sys

@@ -78,7 +78,7 @@ def list_installed_gpus() -> list[str]:
 
 
 def is_in_allocation(env: Mapping[str, str]) -> bool:
-    """Return whether this process can start steps of a SLURM job."""
+    """Return whether this process is in a SLURM job and can start job steps with `srun`."""
     return "SLURM_JOB_ID" in env and shutil.which("srun") is not None
 
 

@@ -205,7 +205,11 @@ def get_lock_path(run_dir: Path) -> Path:
 
 
 def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
-    """Raise UserError if a live run on this machine holds the folder, without writing anything."""
+    """Raise UserError if a live run on this machine holds the folder.
+
+    Does nothing if this run would wait for the lock, or if the lock cannot be read (later checks report that).
+    Does not write anything.
+    """
     try:
         held = _read_lock(get_lock_path(run_dir))
     except OSError:
@@ -252,7 +256,7 @@ def _should_wait(lock: Lock, held: Lock, resumes: bool) -> bool:
 
 
 def _build_locked_error(run_dir: Path, lock: Lock) -> UserError:
-    problem = f"output_dir={run_dir}: another run uses this folder, {lock.describe()}"
+    problem = f"output_dir={run_dir}: in use by another run ({lock.describe()})"
     return UserError(f"{problem}; wait until it ends, or use another folder")
 
 

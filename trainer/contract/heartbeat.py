@@ -1,9 +1,11 @@
-"""Heartbeats of the ranks, read by other ranks, the launcher and `zerolora status`.
+"""Write and read the heartbeats of the ranks.
 
-logs/heartbeat-N.json    a line of JSON, overwritten every second or two by a thread in rank N, and a line with the
-                         first and the current step, overwritten at the start of each step, so that the step of a killed
-                         rank is known
-logs/hang.json           the ranks' report on a hung run: which ranks are behind, and their positions
+Other ranks, the launcher and `zerolora status` read them.
+
+logs/heartbeat-N.json    A line of JSON, overwritten every second or two by a thread in rank N. A second
+                         line has the first and the current step. It is overwritten at the start of each
+                         step, so the step of a killed rank is known.
+logs/hang.json           The ranks' report on a hung run: which ranks are behind, and their positions.
 
 All hosts must share the folder; trainer/parallel/ranks/agreement.py checks this.
 """
@@ -85,7 +87,7 @@ class Heartbeat:
         return f"{step}, phase {self.phase}" if self.phase else step
 
     def encode(self) -> bytes:
-        """Return the heartbeat as a line of JSON of fixed length, which overwrites the previous one completely."""
+        """Encode the heartbeat as a JSON line of fixed length, so that it overwrites the previous one completely."""
         values = asdict(self) | {name: round(getattr(self, name), 3) for name in ("idle_s", "time")}
         return json.dumps(values).ljust(LINE_BYTES - 1).encode() + b"\n"
 
@@ -141,7 +143,7 @@ def clear_heartbeats(logs: Path) -> None:
 
 
 class HeartbeatFolder:
-    """Reads and writes heartbeats in the logs folder of a run, once the folder exists."""
+    """Reads and writes the heartbeats and hang report in a run's logs folder, once the folder exists."""
 
     def __init__(self, logs: Path, rank: int, world_size: int) -> None:
         self._logs = logs
@@ -180,13 +182,20 @@ class HeartbeatFolder:
             print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
 
     def write_step(self, step: int, first: int) -> None:
-        """Write the current step from the main thread, so that it is known even after SIGKILL; takes microseconds."""
+        """Write the current step and the first step of this process after the heartbeat.
+
+        The step is then known even if the process is killed by SIGKILL. The main thread calls this in every step;
+        it takes microseconds. Disk errors are ignored.
+        """
         if self._file is not None:
             with suppress(OSError):  # `publish` prints such errors
                 os.pwrite(self._file, f"{first} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
 
     def write_exit_code(self, exit_code: int) -> None:
-        """Add the exit code to the last heartbeat, without a lock, so that signal handlers can call this method."""
+        """Write the last heartbeat again with the exit code, and disable `publish`.
+
+        Does not take a lock, so signal handlers can call it. Disk errors are ignored.
+        """
         file, last = self._file, self._last
         if file is not None and last is not None and self.writes:
             self.writes = False

@@ -1,4 +1,4 @@
-"""JSON shared by launcher and trainer: lines in metrics.jsonl, runs in sweep.json, checks by `zerolora doctor`."""
+"""Define JSON records shared by launcher and trainer: metrics.jsonl, sweep.json and `zerolora doctor`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +20,7 @@ _Schema = dict[str, _Number | _Whole | None]
 SWEEP = "sweep.json"
 
 RESULT_PREFIX = "zerolora-doctor: "
-"""Prefix of the line of JSON in which a subprocess of `zerolora doctor` prints its results."""
+"""Prefix of the line of JSON with the results of a `zerolora doctor` subprocess."""
 State = Literal["OK", "WARN", "FAIL"]
 
 

@@ -1,8 +1,8 @@
-"""Compare library versions with those for which we have tested the private APIs that we use.
+"""Warn about library versions with which the private APIs used here are untested.
 
-Private APIs may change within the version ranges in pyproject.toml. A run with untested versions warns once, and a
-missing private API is an error (`require`), so that no feature is disabled silently. `replaces` marks code that
-replaces library code.
+Private APIs may change within the version ranges in pyproject.toml. A run with untested versions warns
+once. A missing private API is an error (`require`), so no feature is disabled silently. `replaces` marks
+code that replaces library code.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ def require(owner: object, name: str, library: str) -> Any:
 
 
 def replaces(replaced: str) -> Callable[[Installer], Installer]:
-    """Mark a function or class that replaces `replaced` in a library; trainer/patches/replacements.yaml says why."""
+    """Mark a replacement for the library code `replaced`. trainer/patches/replacements.yaml gives the reason."""
     return lambda installer: installer
 
 
@@ -89,7 +89,7 @@ def patch_attribute(owner: object, name: str, value: Any, library: str) -> Itera
 
 @contextmanager
 def patch_objects(*changes: tuple[object, str, Any]) -> Iterator[None]:
-    """Set instance attributes, given as (owner, name, value), within the block; they shadow methods and parameters."""
+    """Set attributes (owner, name, value) of objects within the block, shadowing methods and parameters."""
     before = [vars(owner).get(name) for owner, name, _ in changes]
     for owner, name, value in changes:
         vars(owner)[name] = value

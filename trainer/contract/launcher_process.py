@@ -1,16 +1,15 @@
-"""Watch the `zerolora` process that started this one: ranks exit once their launcher has exited.
+"""Exit this process once the `zerolora` process that started it has exited.
 
-| this process runs                    | evidence that the launcher has exited                  | this process exits |
-|                                      |                                                        | within             |
-|--------------------------------------|--------------------------------------------------------|--------------------|
-| on the `zerolora` process's host     | no such process (a stopped one is alive)               | seconds            |
-| under srun, mpirun, deepspeed or     | slurmstepd, orted ... above this process has exited    | seconds            |
-| torchrun, with or without `zerolora` |                                                        |                    |
-| on another host                      | the pipe to it is closed, because ssh has exited       | seconds            |
-| on another host                      | logs/launcher-alive, which it touches, does not change | `launcher_timeout` |
+| this process runs                    | the launcher is lost if                      | exit after         |
+|--------------------------------------|----------------------------------------------|--------------------|
+| on the `zerolora` process's host     | its process has exited (not merely stopped)  | seconds            |
+| under srun, mpirun, deepspeed or     | the process that started this rank, such as  | seconds            |
+| torchrun, with or without `zerolora` | slurmstepd or orted, has exited              |                    |
+| on another host                      | the pipe to it through ssh is closed         | seconds            |
+| on another host                      | it no longer touches logs/launcher-alive     | `launcher_timeout` |
 
-A thread checks this, because the main thread may be waiting in a collective. It also kills child processes. Nothing is
-saved, and an incomplete checkpoint is never renamed into place.
+A thread checks this, because the main thread may be waiting in a collective. It also kills child processes.
+Nothing is saved, and an incomplete checkpoint is never renamed into place.
 """
 
 import os
@@ -117,7 +116,11 @@ class LauncherWatch:
             threading.Thread(target=self._run, name="launcher watch", daemon=True).start()
 
     def watch_file(self, logs: Path, timeout_s: float) -> None:
-        """Treat a launcher not visible from here as lost if its heartbeat file is unchanged for `timeout_s` seconds."""
+        """Also treat the launcher as lost if its heartbeat file is unchanged for `timeout_s` seconds.
+
+        The file is logs/launcher-alive. It is only checked if the launcher is on another host or in another PID
+        namespace.
+        """
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
     def find_lost_launcher(self) -> str | None:

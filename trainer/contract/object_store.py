@@ -41,7 +41,7 @@ def open_store(url: str, label: str = "") -> Iterator[tuple[Any, str]]:
         fix = "check name and credentials" if scheme in fsspec.available_protocols() else "use one of s3, gs, abfs, hf"
         fix = "install Hadoop's client, or use one of s3, gs, abfs, hf" if "libjvm" in str(error) else fix
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UserError(f"{label or url}: cannot be used ({reason}); {fix}") from None
+        raise UserError(f"{label or url}: cannot be accessed ({reason}); {fix}") from None
 
 
 def _is_complete_marker(name: str) -> bool:

@@ -29,7 +29,7 @@ def encode_command(argv: Sequence[str]) -> str:
 
 
 def get_typed_command(argv: Sequence[str]) -> list[str]:
-    """Return the command typed by the user, from the launcher's argument; without that argument, `argv` itself."""
+    """Return the command that the user typed, with the program's name instead of its path."""
     typed = list(argv)
     for word in argv:
         if word.startswith(f"{TYPED_OPTION}="):
@@ -46,7 +46,7 @@ def build_resume_command(argv: Sequence[str], *, overwrites: bool) -> str:
     program, *words = get_typed_command(argv)
     settings = [f"{RESUME}=latest", *["output.overwrite=false"] * overwrites]
     if program not in ("zerolora", "cli.py"):
-        return f"the same command and {' '.join(settings)}"
+        return f"the same command plus {' '.join(settings)}"
     remaining = [word for word in words if not word.startswith((f"{RESUME}=", "resume_from_checkpoint="))]
     return shlex.join(["zerolora", *remaining, *settings])
 
@@ -59,7 +59,7 @@ class StartMessage:
     """File for the rank's output until the rank opens its own log."""
 
     def send(self, channel: socket.socket) -> None:
-        """Start the rank at the other end; ignore a rank that has exited, because its parent detects that."""
+        """Send the message, which starts the rank, and close the channel. Does nothing if the rank has exited."""
         with channel, suppress(OSError):
             channel.sendall(json.dumps(asdict(self)).encode() + b"\n")
 

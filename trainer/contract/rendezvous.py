@@ -98,5 +98,5 @@ def format_port_error(port: int, reason: str, host: str = "this host") -> str:
 
 
 def compute_job_port(job_id: int) -> int:
-    """Return the rendezvous port for a SLURM job: the same on every node, but different for recent jobs."""
+    """Return the rendezvous port of a SLURM job: the same on every node, but different for close job IDs."""
     return FIRST_PORT + job_id % PORTS

@@ -1,7 +1,7 @@
-"""Restart notes from ranks that ran out of memory, changes to adapters, and the restarts in logs/restarts.json.
+"""Records in a run's logs folder: restart notes, changes to adapters, and past restarts.
 
-A note requests a restart with a smaller micro-batch. The launcher chooses the checkpoint to resume from
-(launcher/supervision/restarts.py).
+A rank that runs out of memory writes a restart note, which requests a restart with a smaller micro-batch.
+The launcher chooses the checkpoint to resume from (launcher/supervision/restarts.py).
 """
 
 import re
@@ -92,7 +92,7 @@ class AdapterChanges:
 
 
 def apply_recorded_changes(run_dir: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `entries` with the recorded changes; keep their order if they already contain the changes."""
+    """Apply the changes recorded by `zerolora adapters`. Keeps the order if `entries` already has them."""
     changes = AdapterChanges.read(run_dir) if entries else None
     if changes is None:
         return list(entries)

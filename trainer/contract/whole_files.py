@@ -1,6 +1,7 @@
-"""Write small files atomically: to a temporary file in the same folder, which is synced and renamed.
+"""Write small files atomically.
 
-The old file stays intact if the process is killed or the host loses power.
+The content is written to a temporary file in the same folder, synced, and renamed to the final name. The
+old file stays intact if the process is killed or the host loses power.
 """
 
 import errno
@@ -37,7 +38,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def apply_umask(path: Path) -> None:
-    """Set the umask's mode for a file or all files below a folder; safetensors and mkdtemp create private files."""
+    """Apply the umask to a file or all files below a folder, because safetensors creates private files."""
     folder = path if path.is_dir() else path.parent
     probe = folder / f".mode.{os.getpid()}"
     probe.touch()

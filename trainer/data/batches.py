@@ -118,7 +118,7 @@ class PairBatch(MicroBatch):
 
     @property
     def target_count(self) -> int:
-        """Number of pairs. A pair shared by several ranks counts once."""
+        """Number of pairs, or 0 on all but the first rank of a shared sequence, so that a sum counts pairs once."""
         return len(self.document_targets) // 2 if self.sequence is None or self.sequence.rank == 0 else 0
 
     @property
@@ -307,7 +307,7 @@ class StreamBatches(GlobalBatches):
 def iterate_evaluation_batches(
     samples: Samples, *, batch_size: int, rank: int, world_size: int, **collate_options: Any
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's batches for one pass, in order. All ranks get the same number, so some may have no targets."""
+    """Yield this rank's batches in order. All ranks yield the same number, so the last may have no targets."""
     for start in range(0, len(samples), batch_size * world_size):
         first = start + rank * batch_size
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
@@ -325,11 +325,12 @@ def collate_samples(
     sequence: SequencePart | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """Collate samples into padded rows or one `flat` row; if there are no samples, into a row without targets.
+    """Collate samples into padded rows, or into one row without padding if `flat` is set.
 
-    With `pairs`, the samples are preference data; unless they are packed, each document gets its own row. With
-    `shared`, the batch is flat, and a pair's prompt occurs only before the chosen answer. With `sequence`, a flat batch
-    is padded with an additional document and cut to this rank's part.
+    Without samples, the batch is a dummy row without targets. With `pairs`, the samples are preference data;
+    unless they are packed, each document gets its own row. With `shared`, the batch is flat, and a pair's
+    prompt occurs only before the chosen answer. With `sequence`, a flat batch is padded with an additional
+    document and cut to this rank's part.
     """
     if pairs:
         documents = [document for sample in samples for document in split_documents(sample)]

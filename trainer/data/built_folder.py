@@ -107,7 +107,7 @@ def _describe_unwritable(folder: Path, error: OSError) -> UserError:
     if error.errno in (errno.EACCES, errno.EPERM) and entry not in (folder, *folder.parents):
         return UserError(
             f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in this folder belongs to another user "
-            f"({error.strerror}); let its owner run `chmod -R a+rX {folder}`, or use another folder"
+            f"({error.strerror}); ask its owner to run `chmod -R a+rX {folder}`, or use another folder"
         )
     problem = f"dataset.cache_dir={folder}: cannot be written ({error.strerror})"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):

@@ -186,10 +186,10 @@ def _check_images(documents: pyarrow.Table) -> None:
 
 
 def prepare_reference(section: DatasetSection, tokenizer: Any, path: str, *, setting: str, seed: int) -> Samples:
-    """Return the reference texts at `path`, in which every token is a target; they are cached like `dataset.path`.
+    """Load the texts at `path` as samples in which every token is a target.
 
-    `setting` is the name of the path in error messages. Raises UserError if there are no texts, or if a text is longer
-    than `dataset.max_length`.
+    The tokenized texts are cached like those at `dataset.path`. `setting` is the name of the path in error
+    messages. Raises UserError if the file has no texts, or if a text is longer than `dataset.max_length`.
     """
     reference = DatasetSection(
         path=path, max_length=section.max_length, train_on=("all",), shuffle=False, cache_dir=section.cache_dir

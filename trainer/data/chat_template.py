@@ -35,7 +35,7 @@ class RenderError(Exception):
 
 @contextmanager
 def _limit_rendering() -> Iterator[None]:
-    """Raise RenderError if the block takes too much CPU time or memory, as with nested loops or text that doubles."""
+    """Raise RenderError if the block takes too much CPU time or memory. Only applies in the main thread."""
     memory: list[int] = []
 
     def check(number: int, frame: FrameType | None) -> None:
@@ -85,7 +85,10 @@ class ChatTemplate:
             raise UserError(f"{problem}; fix the template, or set another one in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
-        """Render messages, with or without turn numbers. Raises RenderError if the template rejects them."""
+        """Render messages as text, ignoring their turn numbers.
+
+        `more` are additional template variables. Raises RenderError if the template rejects the messages.
+        """
         if not messages:
             return ""
         chat = [{key: value for key, value in message.items() if key != TURN_KEY} for message in messages]
@@ -250,9 +253,10 @@ class ChatTemplate:
 
     @cached_property
     def closings(self) -> dict[bool, str]:
-        """The tokens that end answers in a conversation, by whether the answer has tool calls.
+        """Tokens that end answers without tool calls (key False) and with tool calls (key True).
 
-        Each one is the last token of the answer's turn or the first token of the next turn; empty if there is neither.
+        Each one is the last token of the answer's turn or the first token of the next turn, with any whitespace
+        before it. It is empty if neither exists.
         """
         return {
             False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),

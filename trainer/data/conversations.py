@@ -155,7 +155,7 @@ class _RenderedChat:
             self._marked = template.render_marked(chat, tools, texts=False)
 
     def check_texts(self) -> None:
-        """Record the reasoning and system turns that the template drops. Raises UserError if it drops anything else."""
+        """Warn if the template drops reasoning or system turns. Raise UserError if it drops anything else."""
         for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
             _, inline, _, text = split_reasoning(message)
@@ -185,7 +185,7 @@ class _RenderedChat:
             self.spans = [(0, len(self.text), 1.0)]
             return
         if self._marked.text != self.text or (train_on - {"assistant"} and not self._texts_are_marked):
-            raise UserError(f"{self._origin}: turns cannot be distinguished in this tokenizer's chat template; {FIX}")
+            raise UserError(f"{self._origin}: cannot locate the turns in the output of this chat template; {FIX}")
         for index, message in enumerate(self._chat):
             role, turn = message["role"], message[TURN_KEY]
             weight = weights.get(turn, 1.0)
@@ -206,14 +206,14 @@ class _RenderedChat:
         """Exclude reasoning from training. Raises UserError if it cannot be located in the rendered text."""
         has_thoughts = any("</think>" in str(turn) or "reasoning_content" in turn for turn in self._chat)
         if has_thoughts and not self._texts_are_marked:
-            problem = "reasoning cannot be distinguished in this tokenizer's chat template"
+            problem = "dataset.thinking: mask cannot locate the reasoning in this chat template"
             raise UserError(f"{self._origin}: {problem}; {FIX}")
         for first, last in find_thoughts(self._marked):
             parts = [((a, min(b, first), weight), (max(a, last), b, weight)) for a, b, weight in self.spans]
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
     def check_end(self) -> None:
-        """Record a missing end-of-turn token after the last answer; without one, the model would not learn to stop."""
+        """Warn if no end-of-turn token follows the last answer, because the model would not learn to stop."""
         if self.spans and not self._template.find_token_at_end(self.text, *self.spans[-1][:2]):
             self.warnings[NO_END_TOKEN] = None
 
@@ -225,7 +225,7 @@ class _RenderedChat:
             self.warnings[FIRST_FRAME] = None
 
     def _find_blocks(self, turn: int) -> list[Span]:
-        """Return a turn's spans, except those inside another role's turn, since a tool result may repeat its call."""
+        """Return a turn's spans, except inside turns of other roles, where templates may repeat a tool call."""
         role, spans = self._roles[turn], self._marked.turns.get(turn, [])
         if len(spans) < 2:
             return spans

@@ -42,7 +42,7 @@ def build_demo_data(cache: Path) -> tuple[Path, Path]:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Build `folder` if it is missing: `build` fills a temporary folder, which is then renamed, while others wait."""
+    """Build `folder` if it is missing, while other processes wait. `build` receives a temporary folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.is_dir():
@@ -73,10 +73,11 @@ def _hash(text: str) -> int:
 
 
 def list_stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
-    """Yield the name and conversation for each documented function and method below `root`, without duplicate prompts.
+    """Yield the name and conversation of each documented function and method below `root`.
 
-    The sources are parsed, never imported. The split uses the bare name, so that one class's `close` is not held out
-    while another's, which is often identical, is trained on.
+    Duplicate prompts and long conversations are skipped. The sources are parsed, never imported. The name does
+    not include the class, and determines the split: methods with the same name, such as `close`, often have
+    identical docstrings in several classes, so they must not be divided between training and held-out data.
     """
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):

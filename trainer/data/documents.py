@@ -62,8 +62,8 @@ class DocumentEncoder:
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
-                f"model.tokenizer={tokenizer.name_or_path}: is a slow tokenizer, which does not report the positions "
-                "of tokens in the text; use a fast tokenizer"
+                f"model.tokenizer={tokenizer.name_or_path}: is a slow tokenizer, which does not return character "
+                "offsets of tokens; use a fast tokenizer"
             )
         self.tokenizer, self.images = tokenizer, images
         self.max_length = section.max_length
@@ -76,7 +76,7 @@ class DocumentEncoder:
         if template:
             for_tools = load_chat_template(tokenizer, section.chat_template, for_tools=True)
             if section.thinking == "empty" and "enable_thinking" not in template:
-                raise UserError("dataset.thinking=empty: the chat template has no variable enable_thinking; use strip")
+                raise UserError("dataset.thinking=empty: the chat template has no enable_thinking variable; use strip")
             self.chat = ChatEncoder(
                 tokenizer,
                 template,
@@ -98,7 +98,8 @@ class DocumentEncoder:
     ) -> tuple[RecordFormat, dict[str, Any]]:
         """Detect a source's format from its first rows; return the format and the first record.
 
-        Raises UserError if the format is not detected, or if a row (with `skips_bad_records`, every row) is unreadable.
+        Raises UserError if no format matches, or if a row cannot be read. With `skips_bad_records`, unreadable rows
+        are ignored unless all of them are unreadable.
         """
         records = []
         for row in rows:
@@ -239,9 +240,11 @@ class DocumentEncoder:
     def _split(
         self, examples: Sequence[Example], documents: Sequence[EncodedDocument]
     ) -> Iterator[tuple[Example, EncodedDocument, bool]]:
-        """Split texts into parts of max_length tokens; yield (example, document, whether it continues the last one).
+        """Yield each example with its document, or with the parts of its document if the text is split.
 
-        Each part starts with the previous part's last token, so that every token but the first is a target once.
+        With `too_long: split`, texts without a prompt are split into parts of `max_length` tokens. The third value
+        yielded is whether the document belongs to the same record as the previous one. Each part starts with the
+        last token of the previous part, so that every token except the first is a target exactly once.
         """
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, PlainText) and not example.prompt
@@ -254,7 +257,11 @@ class DocumentEncoder:
                 yield example, EncodedDocument(ids[part], weights[part]), at > 0
 
     def encode_examples(self, examples: Sequence[Example], origins: Sequence[str]) -> list[EncodedDocument]:
-        """Return one document per example, in order; except for the prompts in pairs, nothing is truncated."""
+        """Tokenize the examples, and return one document for each, in order.
+
+        For pairs and labeled answers, a document contains two answers, and its prompts are truncated if it exceeds
+        `max_length`. No other document is truncated.
+        """
         labeled = [example for example in examples if isinstance(example, LabeledAnswer)]
         if labeled:
             answers = self.encode_examples([each.answer for each in labeled], origins)

@@ -89,7 +89,7 @@ def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[s
     def build_format(format_: str, names: Mapping[str, str]) -> RecordFormat:
         optional = {name: present.get(name, name) for name in OPTIONAL[format_]} | dict(source.fields)
         fields = " + ".join(names[name] for name in REQUIRED[format_])
-        note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
+        note = f"{label}: format {format_} (detected from the field{'s' if '+' in fields else ''} {fields})"
         return RecordFormat(format_, {**optional, **names}, roles=_map_roles(source), note=note)
 
     configured = bool({"chosen", "rejected"} & set(source.fields))
@@ -120,7 +120,7 @@ def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[s
     lists = [name for name, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
         problem = f"is a mapping of lists ({join_names(lists)}), not a list of records"
-        fix = f"{ONE_RECORD_PER_LINE}, or name the list of turns in {label}.fields, as {{messages: {lists[0]}}}"
+        fix = f"{ONE_RECORD_PER_LINE}, or name the list of turns in {label}.fields, e.g. {{messages: {lists[0]}}}"
         raise UserError(f"{label}.path={to_text(source.path)}: {problem}; {fix}")
     raise UserError(f"{label}.format=auto: {_describe_missing_fields(source, columns, label)}")
 
@@ -132,9 +132,11 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
 def _find_preference_names(
     present: Mapping[str, str], first: Mapping[str, Any], label: str, *, configured: bool
 ) -> dict[str, str] | None:
-    """Return a preference record's field names; None if it has no rejected answer, or if messages end with an answer.
+    """Return the names of a preference record's fields; None if the record is not a preference record.
 
-    Messages are not checked if `configured`, that is, if dataset.fields names the chosen or the rejected answer.
+    It is not one if it has no rejected answer, or if its messages already end with an answer. The messages are
+    not checked if `configured` is set, which means that dataset.fields names the chosen or the rejected answer.
+    Raises UserError if the record has a rejected answer but no chosen one.
     """
     rejected = "rejected" if "rejected" in present else next((name for name in REJECTED if name in present), None)
     chosen = next((name for name in CHOSEN if name in present), None)
@@ -158,13 +160,11 @@ def _find_preference_names(
 
 def _describe_missing_fields(source: SourceSection, columns: Sequence[str], label: str) -> str:
     if "input_ids" in columns:
-        return "the records are already tokenized (input_ids), and only text is supported; use the original text"
+        return "the records are already tokenized (input_ids), but only text is supported; use the original text"
     is_csv = any(suffix in (source.path or "").lower() for suffix in (".csv", ".tsv"))
     header = " (from the first line of the CSV file)" * is_csv
     example = "{prompt: question, completion: answer}, {text: body}, or {chosen: better, rejected: worse}"
-    return (
-        f"the records have {join_names(columns)}{header}, not {SUPPORTED_FIELDS}; set {label}.fields, such as {example}"
-    )
+    return f"the records have {join_names(columns)}{header}, not {SUPPORTED_FIELDS}; set {label}.fields, e.g. {example}"
 
 
 def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> None:

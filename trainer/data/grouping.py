@@ -84,7 +84,7 @@ class DataStats:
         problems = (
             (self.truncated, self.documents, WARNED_FRACTION, f"{self._unit}s are truncated to fit {limit}{cut}"),
             (self.dropped, self.records, WARNED_FRACTION, "records are dropped because they have no trained tokens"),
-            (self.too_long, self.records, WARNED_FRACTION, f"records are longer than {limit} and dropped"),
+            (self.too_long, self.records, WARNED_FRACTION, f"records are dropped because they exceed {limit}"),
             (self.copies, self.documents, MANY_COPIES, "documents are exact copies of others"),
             (held_out.copies, held_out.documents, WARNED_FRACTION, leaks),
         )
@@ -93,8 +93,8 @@ class DataStats:
             warnings.append(f"{self.empty:,} of {self.answers:,} answers are empty; they teach the model not to answer")
         if self.control:
             warnings.append(
-                f"{self.control:,} conversations have the tokenizer's special tokens in the text of a turn, where they "
-                "look like the end of the turn to the model; remove these tokens from the text"
+                f"{self.control:,} conversations have the tokenizer's special tokens in the text of a turn, which the "
+                "model can mistake for the end of the turn; remove these tokens from the text"
             )
         parts = ((count / total, limit, text) for count, total, limit, text in problems if total)
         return warnings + [f"{part:.1%} of the {text}" for part, limit, text in parts if part > limit]
@@ -106,12 +106,12 @@ class DataStats:
     def _format_counts(self, name: str) -> list[str]:
         packs = f" in {format_count(self.samples, 'pack')}, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
-        losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens dropped"] if self.too_long else []
-        losses += [f"{self.dropped:,} dropped without trained tokens"] if self.dropped else []
+        losses += [f"{self.too_long:,} dropped (longer than {self.max_length:,} tokens)"] if self.too_long else []
+        losses += [f"{self.dropped:,} dropped (no trained tokens)"] if self.dropped else []
         return [
             f"{name}: {format_count(self.documents, self._unit)}{packs}, {format_count(self.tokens, 'token')}, "
             f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
-            + (f"; {self.with_images:,} have images, of {self.image_tokens:,} tokens" if self.with_images else "")
+            + (f"; {self.with_images:,} with images ({self.image_tokens:,} image tokens)" if self.with_images else "")
             + "".join(f"; {loss}" for loss in losses)
         ]
 
@@ -155,7 +155,7 @@ def group_documents(
         if part["answers"].any() and part["empty"].sum() == part["answers"].sum():
             raise UserError(
                 f"{label}.path={to_text(source.path)}: all {part['answers'].sum():,} answers are empty; check the "
-                f"records with `zerolora inspect`, or set the field of the answers in {label}.fields"
+                f"records with `zerolora inspect`, or map the answer field in {label}.fields"
             )
         documents = np.arange(first, first + len(part["length"]))
         documents = documents[~is_held[documents] & (part["targets"] > 0)]

@@ -112,7 +112,7 @@ def _decode_base64(text: str, origin: str) -> bytes:
 
 
 def read_stored_image(stored: bytes) -> tuple[bytes, str]:
-    """Return a stored image's bytes and its file name, or "". Raises UserError if the file cannot be read."""
+    """Return a stored image's bytes and the path of its file ("" if the bytes themselves were stored)."""
     if not stored.startswith(FILE):
         return stored, ""
     file = get_stored_file(stored)

@@ -108,7 +108,7 @@ def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_thoughts(marked: ChatSpans) -> list[tuple[int, int]]:
-    """Return the spans of reasoning including its tags, such as `<think>` and `[/THINK]`, and of empty thoughts."""
+    """Return the spans of reasoning blocks, even empty ones, with tags such as `<think>` and `[/THINK]`."""
     thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(marked.text)]
     for start, end in (span for spans in marked.reasoning.values() for span in spans):
         before = _OPENED.search(marked.text[max(0, start - LONGEST_TAG) : start])

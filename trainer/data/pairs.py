@@ -110,7 +110,11 @@ def read_unpaired(
 def _join_answer(
     system: str | None, prompt: Any, answer: Any, fields: TrackedFields, fmt: RecordFormat, origin: str, *, chat: bool
 ) -> SingleExample:
-    """Join a prompt with its answer from the field `completion`. Raises UserError if the field has no answer."""
+    """Join a prompt and its answer into a conversation, or into plain text if both are strings.
+
+    With `chat`, two strings also become a conversation. Raises UserError if the answer (the field `completion`)
+    is empty, or does not end with an assistant turn.
+    """
     name = fmt.names["completion"]
     turns, last = None, {"content": answer or ""}
     if answer and (chat or not (isinstance(prompt, str) and isinstance(answer, str))):
@@ -199,7 +203,7 @@ def join_pair(
 
 
 def _cut_prompt(document: EncodedDocument, count: int, bos_token_id: int | None) -> EncodedDocument | None:
-    """Return the document without the first `count` tokens of its prompt, or None if no prompt would remain."""
+    """Drop `count` prompt tokens after a leading `bos_token_id`. Return None if no prompt would remain."""
     ids, weights = document.input_ids, document.loss_weights
     start = 1 if bos_token_id is not None and ids[:1] == [bos_token_id] else 0
     if next((at for at, weight in enumerate(weights) if weight), 0) <= start + count:

@@ -71,7 +71,7 @@ class TrackedFields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Wrap the records contained in a field, so that `list_unused` includes theirs."""
+        """Wrap mappings in `records`, the list in field `name`, so that `list_unused` includes their fields."""
         wrapped = [TrackedFields(record) if isinstance(record, Mapping) else record for record in records]
         self._inner += [(name, fields) for fields in wrapped if isinstance(fields, TrackedFields)]
         return wrapped
@@ -170,7 +170,7 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, sy
 
 
 def read_system(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str | None:
-    """Return a record's system prompt: the field named by `fields.system` (by default `system`) or `system_prompt`."""
+    """Return a record's system prompt from the field in `fields.system` (or `system`), else from `system_prompt`."""
     for name in (fmt.names.get("system", "system"), "system_prompt"):
         if record.get(name):
             return _read_text(record, name, origin)
@@ -180,7 +180,7 @@ def read_system(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> st
 def _insert_system(
     messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, origin: str
 ) -> list[str]:
-    """Insert the record's system prompt before its turns. If a system turn overrides it, return the unused field."""
+    """Insert the record's system prompt, or return its field if the turns begin with a different system turn."""
     system = read_system(record, fmt, origin)
     if system and messages and messages[0]["role"] == "system":
         return [] if messages[0]["content"] == system else [fmt.names.get("system", "system")]
@@ -196,7 +196,7 @@ def prepend_system(system: str | None, prompt: str) -> str:
 def read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, origin: str
 ) -> Conversation:
-    """Join a prompt and a completion (strings or turns) into a conversation; only the completion has a loss."""
+    """Join prompt and completion (strings or turns) into a conversation that trains only on the completion."""
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value
@@ -207,9 +207,10 @@ def read_conversational_pair(
 def _read_turns(
     parts: Sequence[tuple[Any, str, str, bool]], record: Mapping[str, Any], fmt: RecordFormat, origin: str
 ) -> Conversation:
-    """Read turns in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value) as one conversation.
+    """Read lists of turns as one conversation.
 
-    `parts` are tuples (list of turns, column, name in error messages, whether the turns have a loss).
+    Turns are in OpenAI's format (role, content, tool_calls) or ShareGPT's (from, value). `parts` are tuples
+    (list of turns, column, name in error messages, whether the turns are trained on).
     """
     images, messages, weights = ImageParts(record, fmt), list[dict[str, Any]](), dict[int, float]()
     unused_fields: list[str] = []
@@ -319,7 +320,7 @@ def _read_weights(turns: Sequence[Mapping[str, Any]], origin: str, first: int) -
 
 
 def _read_content(content: Any, key: str, origin: str, images: ImageParts | None = None) -> str:
-    """Return content as a string; the parts of an OpenAI list are joined, with IMAGE in place of each image."""
+    """Return a message's content as a string, joining OpenAI's parts with IMAGE in place of each image."""
     if isinstance(content, list):
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
@@ -362,7 +363,7 @@ def _read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
 
 
 def _read_list(value: Any, name: str, origin: str) -> list[Any]:
-    """Return a list, which may be given as a JSON string, as in CSV files."""
+    """Return a value as a list, parsing it first if it is a JSON string, as in CSV files."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parse_json(value, f"{name} is", origin)
     if not isinstance(value, list):

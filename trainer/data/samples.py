@@ -74,7 +74,7 @@ class Samples:
         return Sample(input_ids, weights or trained, lengths, margins=margins, images=images)
 
     def iterate_image_chunks(self) -> Iterator[list[bytes]]:
-        """Yield the images of all documents, held out or not, in lists without duplicates."""
+        """Yield all images, including held-out ones, in lists without duplicates. Lists may share images."""
         for chunk in self._documents.column("images").chunks:
             yield chunk.flatten().unique().to_pylist()
 
@@ -122,9 +122,10 @@ def split_documents(sample: Sample) -> Iterator[Sample]:
 
 
 def decode_parts(document: Sample, tokenizer: Any) -> Iterator[tuple[float, str]]:
-    """Yield (weight, text) for each run of tokens with equal weights, since a character may span several tokens.
+    """Yield (weight, text) for each run of tokens with equal weights.
 
-    Repeated image tokens are shown once, with their count.
+    The tokens of a run are decoded together, because a character may span several tokens. Repeated image tokens
+    are shown once, with their count.
     """
     at = 0
     for weight, run in groupby(map(float, document.loss_weights)):

@@ -17,7 +17,7 @@ SPLIT_WORDS = {split: words.split() for split, words in _TABLES["splits"].items(
 
 
 def describe_source(source: SourceSection, label: str) -> str:
-    """Return `SETTING=PATH` for the beginning of a message; `label` may be an option or a setting."""
+    """Return `SETTING=PATH` to begin an error message. `label` is a section, setting or command-line option."""
     return f"{label}{'.path' if label.startswith('dataset') else ''}={to_text(source.path)}"
 
 
@@ -30,7 +30,7 @@ def build_source(path: str, label: str, **settings: Any) -> SourceSection:
 
 
 def read_template(configured: str) -> str:
-    """Return the template in dataset.chat_template or in the file that it names. Raises UserError if there is none."""
+    """Return the chat template in `dataset.chat_template`, or in the file at that path."""
     if "{" in configured:
         return configured
     if not configured.strip():
@@ -40,7 +40,7 @@ def read_template(configured: str) -> str:
             return text
         problem = "the file is empty; write a template into it, or remove the setting"
     except FileNotFoundError:
-        problem = "not a template, and no such file; write a template, or the path to a file"
+        problem = "neither a template nor an existing file; write a template, or the path to a file"
     except UnreadableFileError as error:
         problem = f"{error.problem}; {error.fix}"
     raise UserError(f"dataset.chat_template={configured}: {problem}")
@@ -55,7 +55,7 @@ def find_data_files(source: SourceSection, path: Path, split: str, label: str) -
         if get_data_suffix(path) not in READERS:
             suffix = path.suffix or "a file without a suffix"
             is_archive = suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
-            fix = "unpack it" if is_archive else f"use {kinds}, also with .gz"
+            fix = "unpack it" if is_archive else f"use {kinds}, optionally gzipped (.gz)"
             raise UserError(f"{where}: {suffix} is not supported; {fix}")
         if split != "train" and _find_split(Path(path.name)) != _normalize_split(split):
             raise UserError(describe_missing_split(label, split, to_text(source.path)))
@@ -86,7 +86,7 @@ def find_data_files(source: SourceSection, path: Path, split: str, label: str) -
 
 
 def describe_missing_split(label: str, split: str, path: str) -> str:
-    fix = "remove the setting, use train[:100] for a part, or set the path to the file of the split"
+    fix = "remove the setting, select a part with train[:100], or set the path to the split's file"
     return f"{label}.split={split}: {path} has no such split; {fix}"
 
 

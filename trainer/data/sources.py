@@ -375,5 +375,5 @@ def _disable_retries_without_network() -> None:
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
     except (HTTPError, OSError):
         defaults = http_backoff.__kwdefaults__
-        assert "max_retries" in defaults, f"http_backoff of huggingface_hub takes {sorted(defaults)}, no max_retries"
+        assert "max_retries" in defaults, f"http_backoff of huggingface_hub takes {sorted(defaults)}, not max_retries"
         defaults["max_retries"] = 0

@@ -46,7 +46,7 @@ class StaticShape:
 
 
 def round_up(count: int) -> int:
-    """Round `count` up to a multiple of 2^floor(log2 count) / LENGTH_STEPS, adding at most 1 / LENGTH_STEPS of it."""
+    """Round `count` up to a multiple of 2^floor(log2 count) / LENGTH_STEPS, to limit the distinct values."""
     unit = max(1, (1 << count.bit_length() - 1) // LENGTH_STEPS)
     return -(-count // unit) * unit
 

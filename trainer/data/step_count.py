@@ -92,7 +92,7 @@ def resolve_eval_and_save_steps(config: RunConfig, samples: int | None, world_si
 
 
 def describe_steps(training: TrainingSection, samples: int | None, world_size: int) -> str:
-    """Describe the steps, as in `21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
+    """Describe the steps, as in `21 (7 per epoch), 1 sample per step: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
         return f"{training.epochs:g} epochs of {format_count(samples or 0, 'sample')}; {AUTO_BATCH_SIZE}"
@@ -100,10 +100,10 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
         return f"{total:,}; {AUTO_BATCH_SIZE}"
     size = compute_global_batch(training, world_size)
     an_epoch = (
-        f" ({compute_steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
+        f" ({compute_steps_per_epoch(samples, size):,} per epoch)" if samples and training.max_steps is None else ""
     )
     return (
-        f"{total:,}{an_epoch}, {format_count(size, 'sample')} in each: batch_size {training.batch_size} x "
+        f"{total:,}{an_epoch}, {format_count(size, 'sample')} per step: batch_size {training.batch_size} x "
         f"accumulation {training.gradient_accumulation_steps} x {format_count(world_size, 'rank')}"
     )
 
@@ -144,7 +144,7 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
         fixes += ["dataset.packing=false"] * config.dataset.packing
         warnings.append(
             f"{format_count(total, 'optimizer step')} in total{first} ({format_count(samples or 0, 'sample')}, {size} "
-            f"per step): too few to learn much; set {', or '.join(fixes)}"
+            f"per step): too few to learn much; try {', or '.join(fixes)}"
         )
     return [*warnings, *_describe_unreached(config, total)]
 
@@ -157,8 +157,8 @@ def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
     best = ", and best_checkpoint and early_stopping have no losses to compare" * compares
     saved_anyway = training.save_minutes or training.best_checkpoint or training.max_steps is None
     periods = [
-        ("training.eval_steps", training.eval_steps * evaluates, f"it is not evaluated before its end{best}"),
-        ("training.save_steps", training.save_steps * (not saved_anyway), "it is not saved before its end"),
+        ("training.eval_steps", training.eval_steps * evaluates, f"it is only evaluated at the end{best}"),
+        ("training.save_steps", training.save_steps * (not saved_anyway), "it is only saved at the end"),
         ("training.logging_steps", training.logging_steps, "only its last step is logged"),
     ]
     if config.task == "image" and config.logging.sample_prompts:
@@ -172,4 +172,4 @@ def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
     count = total // training.eval_steps if evaluates and training.eval_steps else 0
     if patience is not None and 0 < count <= patience:
         fix = f"use {max(1, count // 4)}, or a smaller training.eval_steps"
-        yield f"training.early_stopping={patience}: the run ends after {format_count(count, 'evaluation')}; {fix}"
+        yield f"training.early_stopping={patience}: the run has only {format_count(count, 'evaluation')}; {fix}"

@@ -1,12 +1,12 @@
-"""Streams: read, tokenize and pack documents on demand, from any position in their order.
+"""Read, tokenize and pack streamed documents on demand, from any position in the stream.
 
-The order does not depend on the number of ranks: the unit of work is a block of `BLOCK_ROWS` records in the source's
-order. The start of a global batch is only known once all earlier blocks are tokenized, since records without trained
-tokens are dropped and packs depend on lengths. So every rank needs all blocks, and the ranks share the work: each rank
-tokenizes one of the next blocks, and `gather` exchanges them. Every rank reads all records.
+The order does not depend on the number of ranks. The unit of work is a block of `BLOCK_ROWS` consecutive
+records. Records without trained tokens are dropped, and packs depend on the lengths of documents, so the
+start of a global batch is only known once all earlier blocks are tokenized. Every rank therefore reads all
+records and needs all blocks, but tokenizes only one of the next blocks; `gather` exchanges the results.
 
-`state_dict` contains the block and the document within it (for each source in a mix, at the start of the current
-packing window), so that a resumed run skips earlier records without tokenizing them.
+`state_dict` contains the position of each source: its block, and the document within the block. With packing, this is
+the position at the start of the current packing window. A resumed run does not tokenize earlier records again.
 """
 
 import sys

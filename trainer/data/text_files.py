@@ -183,7 +183,7 @@ def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
         raise UserError(f"{place} is not JSON ({problem}, column {error.colno}); {fix}") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number of more than 4300 digits
         place = f"{where}: line {line} of {file.name}"
-        raise UserError(f"{place} is JSON that cannot be read ({error}); remove the record") from None
+        raise UserError(f"{place} cannot be parsed as JSON ({error}); fix or remove it") from None
 
 
 def _describe_wrong_type(value: Any) -> str:
@@ -225,9 +225,9 @@ def _read_csv_records(file: Path, where: str) -> Iterator[str]:
                 continue
             shown = {"\t": "a tab"}.get(separator, separator)
             problem = f"has {len(cells)} cells, but the first line has {len(names)} (separated by {shown})"
-            yield json.dumps(f"{place} {problem}; quote cells that contain it, and remove lines above the names")
+            yield json.dumps(f"{place} {problem}; quote cells containing separators, and remove lines above the header")
     except csv.Error as error:
-        fix = 'begin and end a quoted cell with ", and write a " inside it twice'
+        fix = 'enclose quoted cells in ", and write " inside them as ""'
         raise UserError(f"{where}: line {begin} of {file.name} is not CSV ({error}); {fix}") from None
 
 

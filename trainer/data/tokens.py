@@ -14,7 +14,7 @@ from trainer.data.records import PlainText
 Span = tuple[int, int]
 WeightedSpan = tuple[int, int, float]
 # Text for warnings.
-NO_END_TOKEN = "no token that ends the last answer, so the model does not learn to stop"
+NO_END_TOKEN = "no end token after the last answer, so the model does not learn to stop"
 
 
 @dataclass(frozen=True)

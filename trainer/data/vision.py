@@ -36,7 +36,7 @@ class ImageReader:
     def __init__(
         self, processor_class: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any], token_id: int
     ) -> None:
-        """`token_id` is the token that the model replaces with image features."""
+        """Build the processor. `token_id` is the token that the model replaces with image features."""
         self._arguments = processor_class, image_processor, tokenizer, settings, token_id
         self._processor = _build_processor(processor_class, image_processor, tokenizer, settings)
         self._images = image_processor
@@ -70,8 +70,8 @@ class ImageReader:
         starts = [match.start() for match in re.finditer(re.escape(self.token), text)]
         if len(starts) != len(stored):
             raise UserError(
-                f"{origin}: the text has {self.token} {len(starts)} times, but there are {len(stored)} images; "
-                "remove it from the turns, or set dataset.chat_template to a template that writes images"
+                f"{origin}: the text contains {self.token} {len(starts)} times, but there are {len(stored)} images; "
+                "remove this token from the turns, or set dataset.chat_template to a template that writes images"
             )
         data = [self._read(image, f"{origin}, image {number}") for number, image in enumerate(stored, start=1)]
         images = [decode_image(content, name) for content, name in data]
@@ -80,8 +80,8 @@ class ImageReader:
         return edits, any(is_animated(content) for content, _ in data)
 
     def build_inputs(self, stored: Sequence[bytes], dtype: torch.dtype) -> dict[str, Any]:
-        """Return a model's inputs for images, in order, except token ids. `dtype` is the model's dtype."""
-        images = [decode_image(*self._read(image, "an image of the data")) for image in stored]
+        """Return the model inputs for images, in order, such as `pixel_values`, but without token ids."""
+        images = [decode_image(*self._read(image, "an image in the dataset")) for image in stored]
         inputs, _ = self._process_images(images, "a batch")
         if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's pixels, which its tower does not convert
             inputs["pixel_values"] = inputs["pixel_values"].to(dtype)

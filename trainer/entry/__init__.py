@@ -1,1 +1,1 @@
-"""Run a rank from start to exit: settings, data, lock, watchdog and exit code; train several adapters in one run."""
+"""Run a rank from start to exit, and train several adapters in one run."""

@@ -159,7 +159,7 @@ class JointRun:
         if len(steps) > 1:
             raise UserError(
                 f"training.global_batch_size: adapters would use {' and '.join(map(str, sorted(steps)))} micro-steps, "
-                "but must use the same number; set training.gradient_accumulation_steps for all, batch_size for each"
+                "but need the same number; set one training.gradient_accumulation_steps for all, and each batch_size"
             )
         kind = find_model_kind(config)
         longest = max(self.runs, key=lambda run: _compute_max_length(run.prepared))
@@ -337,7 +337,10 @@ class JointRun:
         return torch.stack([each.score_measures(part, has_divergence, batch)[1].sum() for each, part, batch in triples])
 
     def _record(self, codes: dict[int, int]) -> None:
-        """Record folders and exit codes for `zerolora sweep --table`, for all adapters if `codes` is empty."""
+        """Write folders, settings and exit codes of adapters to sweep.json for `zerolora sweep --table`.
+
+        `codes` maps the indices of adapters to exit codes. If it is empty, all adapters are written without exit codes.
+        """
         if not self._ranks.is_main:
             return
         if self._lock is not None:

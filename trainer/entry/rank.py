@@ -29,9 +29,10 @@ from trainer.setup.preflight import check_folder, prepare
 
 
 def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> int:
-    """Train; return 0 if done, 1 if failed or hung, 2 for a usage error, 75 if preempted, 128 + signal if stopped.
+    """Train, and return the exit code of this rank.
 
-    Preempted and stopped runs are saved. `prepared`: data or model files that this process has already prepared.
+    0: completed. 1: failed or hung. 2: usage error. 75: preempted. 128 + signal: stopped. Preempted and stopped
+    runs are saved. `prepared`: data or model files that this process has already prepared.
     """
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     stop, ranks = StopRequest(), Ranks(0, 1, 0)
@@ -136,7 +137,11 @@ def _record_error(error: Exception, config: RunConfig, ranks: Ranks, lock: Folde
 
 
 def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
-    """Print the error on one rank per host, because files may be missing on some hosts; return its exit code."""
+    """Report the error on one rank per host, and return its exit code.
+
+    The rank prints the error and, unless `logs` is None, writes it for the launcher. Each host reports, because
+    files may be missing on some hosts only. Other ranks wait, so that the error is printed before they exit.
+    """
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{get_host_name()}: "
         if logs is not None:
@@ -148,7 +153,7 @@ def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
 
 
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = CommandParser(prog="trainer.train", description="Train the run of CONFIG; one process per GPU.")
+    parser = CommandParser(prog="trainer.train", description="Run one rank of a training run; start one per GPU.")
     parser.add_config()
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, default=0, help="set by DeepSpeed and torch's launchers"

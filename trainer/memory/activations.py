@@ -1,4 +1,6 @@
-"""Estimate the memory of a micro-batch: activations, from one observed layer of each kind, and the loss.
+"""Estimate the memory that a micro-batch needs for activations and the loss.
+
+Activations are extrapolated from one observed layer of each kind.
 
 Legend: T tokens in a micro-batch, H hidden width, e bytes per value, V vocabulary size, K positions with a target.
 """
@@ -90,8 +92,9 @@ def estimate_tower_activations(model: Any, image_tokens: int, work: MicroStep) -
 def combine_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: MicroStep) -> Activations:
     """Return the activation memory of all layers; `plain` lists the same layers without recomputation.
 
-    Both lists are in model order. `larger` is the fraction of rows in the larger backward pass. The recomputed layers
-    come first in the model, so the activations of all other layers have been freed when one is recomputed.
+    Both lists are in model order. `larger` is the fraction of the rows in the larger of the two backward passes
+    (see `MicroStep.larger_pass_rows`). The recomputed layers come first in the model, so the activations of all
+    other layers have been freed when one is recomputed.
     """
     training = work.training
     if not training.recompute_attention:

@@ -189,7 +189,10 @@ def update_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
 
 def host_bytes(shapes: ModelShapes, placement: Placement, activations: int = 0) -> int:
-    """Return a rank's host memory in bytes without the process: offloaded tensors, or loaded tensors if larger."""
+    """Return the bytes of host memory that one rank needs in addition to the process itself.
+
+    This is the larger of the offloaded tensors (including `activations` bytes) and the weights held during loading.
+    """
     stored = bool(shapes.stored) or any(weight.mxfp4 for weight in shapes.weights)
     streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]

@@ -150,13 +150,17 @@ def decide_for_images(config: RunConfig, machine: Machine, model: ModelPropertie
         rotary=model_code,
         recomputed_results=Decision("none", "an image model"),
         mlp_tile=Decision(0, "an image model"),
-        fused_head=Decision(False, "an image model has no head"),
+        fused_head=Decision(False, "image models have no output head"),
         cuda_graphs=Decision(False, "an image model"),
     )
 
 
 def _choose_attention(config: RunConfig, machine: Machine, model: ModelProperties | None) -> Decision[str]:
-    """Choose transformers' default, or variable-length kernels for packed sequences if the model supports them."""
+    """Choose the attention implementation: the configured one, `varlen`, `sdpa` or `eager`.
+
+    Unless configured, packed sequences use variable-length kernels if the device and the model support them,
+    and sequences split across ranks always do.
+    """
     requested = config.model.attn_implementation
     if requested != "auto":
         return Decision(requested, "as configured")

@@ -176,14 +176,14 @@ def observe_layers(shapes: ModelShapes, settings: LayerSettings, rows: int) -> d
 
 
 def count_rows_to_observe(shapes: ModelShapes, settings: LayerSettings) -> int:
-    """Return the number of rows from which all inputs are large enough to recompute, so that memory grows linearly."""
+    """Return the smallest row count from which memory grows linearly, or 1 if nothing is recomputed."""
     row = settings.length * shapes.hidden * settings.dtype.itemsize
     return 1 if settings.recomputed == "none" else -(-RECOMPUTE_FROM_BYTES // row)
 
 
 @replaces("Triton's `JITFunction.run`")
 def forbid_triton() -> AbstractContextManager[None]:
-    """Return a context that raises RuntimeError if a layer launches a Triton kernel."""
+    """Return a context manager that raises RuntimeError if a layer launches a Triton kernel."""
 
     def run(*_: Any, **__: Any) -> None:
         raise RuntimeError("the model's layers launch Triton kernels")
@@ -236,7 +236,7 @@ def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwa
 
 
 def _replace_experts(model: nn.Module, settings: LayerSettings) -> None:
-    """Replace the forward method of experts without an adapter, because transformers' own fails on the meta device."""
+    """Replace the forward method of experts without an adapter, because the original fails on the meta device."""
     from trainer.model.expert_adapter import ParamWrapper
 
     wrapped = {id(module.get_base_layer()) for module in model.modules() if isinstance(module, ParamWrapper)}
@@ -348,7 +348,11 @@ def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
 
 @replaces("`scaled_dot_product_attention`")
 def substitute_attention(*, copied: bool = False) -> AbstractContextManager[None]:
-    """Return a context that replaces attention, because torch's decomposition on the meta device saves the scores."""
+    """Return a context manager that replaces attention with `_Flash`.
+
+    On the meta device, torch would decompose attention and save the scores, unlike on a GPU. With `copied`,
+    keys and values are copied for every query head.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
         if copied and key.shape[1] != query.shape[1]:

@@ -89,4 +89,4 @@ class Recovery:
         settings = ", or ".join(setting for setting, helps in fixes.items() if helps)
         if not settings:
             return f"{when}; use a smaller model or a larger GPU"
-        return f"{when}; use {settings}; `zerolora estimate` shows what each would need"
+        return f"{when}; use {settings}; `zerolora estimate` shows the memory that each needs"

@@ -377,10 +377,11 @@ def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bool) -> RunConfig:
-    """Return a configuration that treats all adapters as one, with the sums of their LoRA ranks and rows.
+    """Combine the configurations of adapters trained together into one, to plan their joint memory.
 
-    `runs` are the configurations of the adapters. On a CPU, `ops.backend: auto` selects the operators in plain torch,
-    because PEFT's layers compute one adapter at a time.
+    `runs` are the configurations of the adapters. Their LoRA ranks and micro-batch sizes are added up, and the
+    longest max_length applies. On a CPU, `ops.backend: auto` selects the operators in plain torch, because
+    PEFT's layers compute one adapter at a time.
     """
     first, longest = runs[0], max(runs, key=lambda run: run.dataset.max_length)
     combined = config.model_copy(update={"lora": first.lora, "dataset": longest.dataset, "training": first.training})

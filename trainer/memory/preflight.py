@@ -58,7 +58,7 @@ class MemoryPlan:
         }
         write_json(path, record)
         if estimate is None:
-            why = "cannot be estimated for this model" if on_gpu else "of the process; only GPU memory is estimated"
+            why = "cannot be estimated for this model" if on_gpu else "process memory; only GPU memory is estimated"
             return f"{'memory':<12} peak {format_gib(measured)} ({why})"
         error = measured / estimate.peak - 1
         return f"{'memory':<12} {format_gib(estimate.peak)} predicted, {format_gib(measured)} measured ({error:+.1%})"
@@ -120,7 +120,7 @@ def plan_for_machine(
     if shortage := _describe_host_shortage(planner, resolved):
         notes.append(shortage)
     if memory is not None and estimate.needed > memory:
-        problem = describe_misfit(planner, resolved, memory, "has free")
+        problem = describe_misfit(planner, resolved, memory, "can use")
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; to train anyway, set training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
@@ -130,11 +130,11 @@ def plan_for_machine(
 def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -> str:
     training, estimate = resolved.training, planner.estimate(resolved)
     mode, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
-    which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
+    which = f" for {first} of {len(planner.shapes.layers)} layers" if first else ""
     line = f"auto: gradient checkpointing {mode}{which}, {format_gib(estimate.needed)} estimated"
     without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
     needed, available = format_gib(without.needed), format_gib(memory)
-    return line if mode == "none" else f"{line}; without it {needed} of {available} available"
+    return line if mode == "none" else f"{line}; {needed} without it, {available} available"
 
 
 def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
@@ -161,7 +161,11 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
 
 
 def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
-    """Return the smallest free memory of any GPU in bytes, plus the CUDA context; None without a GPU."""
+    """Return the usable memory in bytes of the GPU with the least; None without a GPU.
+
+    This is the free memory, limited by training.memory_fraction, plus the CUDA context: estimates include the
+    context, but it already exists when free memory is measured. A collective call.
+    """
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

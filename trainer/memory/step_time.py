@@ -75,7 +75,7 @@ def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network: fl
     decided, training, machine = planner.build_decisions(config), config.training, planner.machine
     by_module = config.zero.stage == 3 and decided.gather.value != "layer"
     if by_module or config.zero.offload_optimizer or config.zero.offload_parameters:
-        reason = "the speed of gathers by module and of offloading is not predicted"
+        reason = "step times with per-module gathers or offloading are not predicted"
         raise UserError(f"--network: {reason}; estimate without --network, --price and --card")
     measured, utilization, note = _find_measured(planner, config, gpu_name)
     work = planner.build_work(config, decided)
@@ -93,22 +93,26 @@ def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network: fl
     gradients = received / slowest_link + LATENCY_S * math.log2(ranks)
     slowest = STEP_TIME_STD * math.sqrt(2 * math.log(ranks)) * compute * accumulation
     tokens = work.rows * work.settings.length * accumulation
-    sums = [Collective("sum of the adapter's gradients", 1, received, gradients)] if received else []
+    sums = [Collective("adapter gradient reduction", 1, received, gradients)] if received else []
     parts = (compute * accumulation, added * accumulation, exchange * accumulation, gradients, slowest)
     return StepTime(*parts, tokens, (*gathers, *exchanges, *sums)), note
 
 
 def _find_measured(planner: Planner, config: RunConfig, gpu_name: str) -> tuple[dict[str, Any], float, str]:
-    """Return the measurements for a GPU (if it has none, for REFERENCE_GPU), its utilization, and a note."""
+    """Return a GPU's measurements, its utilization, and a note on values taken from other measurements.
+
+    A GPU that was never measured uses the measurements of REFERENCE_GPU. A quantization type that was never
+    measured uses the utilization of bf16.
+    """
     measured, note = GPU_MEASUREMENTS.get(gpu_name), ""
     if measured is None:
         measured = GPU_MEASUREMENTS[REFERENCE_GPU]
-        note = f"{gpu_name} was never measured; using the utilization and links of {REFERENCE_GPU}"
+        note = f"no measurements for {gpu_name}; using the utilization and link speeds of {REFERENCE_GPU}"
     has_experts = any(weight.experts for weight in planner.shapes.weights)
     kind = config.quantization.quant_type if config.adapter == "qlora" else "bf16"
     utilization = measured.get("experts", {}) if has_experts else measured["utilization"]
     if kind not in utilization:
-        note = note or f"{kind}{' with experts' * has_experts} was never measured on {gpu_name}"
+        note = note or f"no measurements for {kind}{' with experts' * has_experts} on {gpu_name}"
     return measured, utilization.get(kind, utilization.get("bf16", measured["utilization"]["bf16"])), note
 
 
@@ -143,14 +147,18 @@ def _predict_gathers(
     if not seconds:
         return 0.0, []
     seconds += count * LATENCY_S * math.log2(planner.machine.world_size)
-    name = f"gather of a layer {'from this and other hosts' if remote else 'within the host'}"
+    name = f"per-layer all-gather {'from this and other hosts' if remote else 'within the host'}"
     return seconds, [Collective(name, count * accumulation, int(local + remote) // count, seconds / count)]
 
 
 def _predict_exchanges(
     planner: Planner, config: RunConfig, work: MicroStep, fraction: float, link: float
 ) -> tuple[float, list[Collective]]:
-    """Return the seconds per micro-step to exchange tokens for heads (twice per layer and pass), and collectives."""
+    """Return the seconds per micro-step of the all-to-all exchanges around attention, and collectives.
+
+    With `parallel.sequence`, ranks exchange tokens for attention heads before and after attention, that is,
+    twice per layer and pass.
+    """
     ranks = config.parallel.sequence
     if ranks == 1:
         return 0.0, []
@@ -161,7 +169,7 @@ def _predict_exchanges(
     received = work.rows * work.settings.length * widths * work.element_size * (ranks - 1) // ranks
     seconds = received / link + 2 * LATENCY_S * math.log2(ranks)
     count = round(2 * passes) * config.training.gradient_accumulation_steps
-    return passes * seconds, [Collective("exchange of tokens for heads", count, received // 2, seconds / 2)]
+    return passes * seconds, [Collective("token/head all-to-all", count, received // 2, seconds / 2)]
 
 
 def find_peak_flops(gpu_name: str) -> float:

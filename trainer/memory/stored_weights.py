@@ -86,7 +86,7 @@ class Placement:
 
 
 def round_up(size: int) -> int:
-    """Round up to the granularity of the allocator."""
+    """Round `size` up to a multiple of 512 bytes, the granularity of torch's allocator."""
     return -(-size // ALLOCATION) * ALLOCATION
 
 
@@ -105,11 +105,12 @@ def is_packed(weight: Weight, placement: Placement) -> bool:
 
 
 def scale_bytes(weight: Weight, placement: Placement) -> int:
-    """Return the bytes of the scales of a quantized weight.
+    """Return the bytes of a weight's quantization scales; 0 for an unquantized weight.
 
-    8-bit: 4 bytes per row. 4-bit: 4 bytes per block, or with double quantization 1 byte per block and 4 bytes per 256
-    blocks, plus fp32 codebooks of 16 and 256 values. Experts have separate blocks but share the codebooks. MXFP4:
-    1 byte per 32 values. Stored formats: `stored_scales`.
+    8 bits: 4 bytes per row. 4 bits: 4 bytes per block, plus an fp32 codebook of 16 values. With double
+    quantization: 1 byte per block, 4 bytes per 256 blocks, an fp32 offset, and a second codebook of 256 values.
+    MXFP4: 1 byte per 32 values. Weights stored in FP8 or 4 bits: the value of `stored_scales`. Experts have
+    separate blocks but share the codebooks.
     """
     if not is_packed(weight, placement):
         return 0
@@ -156,10 +157,11 @@ def resident_bytes(size: int, placement: Placement) -> int:
 
 
 def gathered_bytes(shapes: ModelShapes, placement: Placement) -> tuple[int, int]:
-    """Return the peak bytes of gathered weights at stage 3: (in decoder layers, outside of them).
+    """Return the peak bytes of gathered weights at stage 3, as (in decoder layers, outside of them).
 
-    Gathering by layer needs twice the largest frozen layer, and the embedding or head while it is used. Gathering by
-    module also prefetches parameters, up to `max_live_parameters`. A single rank gathers only offloaded weights.
+    Per-layer gathering holds two decoder layers at a time: the current one and the prefetched one. Gathering by module
+    also prefetches up to `prefetch_bucket_size` elements, and never holds more than `max_live_parameters`. Outside of
+    layers, one weight (embedding or head) is gathered while it is used. A single rank gathers only offloaded weights.
     """
     is_single = (placement.shard_group or placement.world_size) == 1 and not placement.zero.offload_parameters
     if placement.zero.stage < 3 or is_single:
@@ -178,7 +180,7 @@ def gathered_bytes(shapes: ModelShapes, placement: Placement) -> tuple[int, int]
 
 
 def list_gathered_weights(shapes: ModelShapes, placement: Placement) -> list[Weight]:
-    """Return the weights that stage 3 gathers: frozen weights if by layer, all except LoRA factors if by module."""
+    """Return what stage 3 gathers: frozen weights if per layer, or all but LoRA factors if per module."""
     return [weight for weight in shapes.weights if not (weight.trained if placement.by_layer else weight.factor)]
 
 

@@ -113,8 +113,8 @@ def apply_adapter(
 ) -> Any:
     """Add a new adapter in `dtype`, or load the adapter at `lora.adapter_path`.
 
-    In 16-bit training DeepSpeed keeps fp32 master weights. LoftQ (Li et al., 2023) initializes the adapter from the
-    quantization error, which requires the full-precision weights of `base_model`.
+    `dtype` may be a 16-bit type, because DeepSpeed keeps fp32 master weights. LoftQ (Li et al., 2023) initializes the
+    adapter from the quantization error, which requires the full-precision weights of `base_model`.
     """
     from peft import get_peft_model
 
@@ -150,7 +150,7 @@ def apply_adapter(
 
 
 def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
-    """Load the adapter at `lora.adapter_path`. The model may be on the meta device. Raises UserError on a mismatch."""
+    """Load the adapter at `lora.adapter_path`, also on the meta device. Raises UserError on a mismatch."""
     error_prefix = f"lora.adapter_path={lora.adapter_path}: does not match this model"
     return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
 
@@ -232,7 +232,7 @@ def check_added_tokens(model: Any, lora: LoraSection, tokens: Collection[int]) -
 
 
 def list_bias_warnings(model: nn.Module, adapter_path: str | None) -> list[str]:
-    """Return a warning if the initial adapter has biases for layers without a bias, since it cannot be merged."""
+    """Return a warning if the adapter has a bias for a layer without one, which prevents merging and export."""
     file = Path(adapter_path or "") / "adapter_model.safetensors"
     if not adapter_path or not file.is_file():
         return []
@@ -293,7 +293,7 @@ class GradientCheck:
     """
 
     def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
-        """Register the hooks; pass `finite=False` for fp16, where the first loss scales may overflow."""
+        """Register the gradient hooks. Set `finite=False` for fp16, where the first loss scales may overflow."""
         self._check_finite = finite
         self._finite: dict[str, torch.Tensor] = {}
         trained = list_trained_parameters(model)
@@ -315,7 +315,11 @@ class GradientCheck:
         return hook
 
     def _may_lack_gradient(self, name: str) -> bool:
-        """Return whether a tensor may lack a gradient: in an unused expert, or in a layer only for long sequences."""
+        """Return whether a trained tensor may receive no gradient in the first step.
+
+        This is the case for an expert without tokens if another expert of the layer received some, and for layers
+        that only long sequences reach.
+        """
         expert = EXPERT_NAME.match(name)
         others = filter(None, (EXPERT_NAME.match(other) for other in self._finite)) if expert else ()
         if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
@@ -344,7 +348,7 @@ class GradientCheck:
         if broken and self._check_finite:
             raise FloatingPointError(
                 f"{len(broken)} of {len(self._names)} trained tensors got a non-finite gradient (first: "
-                f"{broken[0]}); lower training.learning_rate, use precision: bf16, or check the data"
+                f"{broken[0]}); lower training.learning_rate, use training.precision: bf16, or check the data"
             )
 
 

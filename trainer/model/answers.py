@@ -22,7 +22,7 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 @phase("generate")
 def generate_greedy_answers(engine: Engine, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
-    """Generate answers to a batch of tokenized prompts by greedy decoding; a collective call."""
+    """Generate answers to a batch of tokenized prompts by greedy decoding (collective)."""
     model, options = engine.module, {**GREEDY, "synced_gpus": needs_synced_passes(engine)}
     was_training = model.training
     model.eval()
@@ -91,7 +91,7 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token after an answer in the chat template (possibly the start of a turn); None if there is none."""
+    """Return the id of the token after an answer in the chat template (possibly the next turn's start), or None."""
     source = load_chat_template(tokenizer, None)
     token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

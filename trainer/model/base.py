@@ -1,4 +1,4 @@
-"""Load the base model and its tokenizer, after checks that need no weights."""
+"""Check and load the configuration, the tokenizer and the weights of the base model."""
 
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -98,7 +98,7 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
 
 
 def check_base_is_finite(base_model: str, section: ModelSection, dtype: torch.dtype) -> None:
-    """Raise UserError if a stored weight is not finite, to explain a non-finite loss."""
+    """Raise UserError if a stored weight is not finite or overflows in `dtype`, to explain a non-finite loss."""
     if not is_random(base_model):
         check_finite(f"base_model={base_model}", SafetensorsFiles(base_model, section), dtype)
 
@@ -150,7 +150,7 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
     if tokenizer.pad_token is None:
         raise UserError(
-            "model.pad_token: the tokenizer has neither a padding nor an end token; use a token of the vocabulary"
+            "model.pad_token: the tokenizer has no padding or end token; set it to a token in the vocabulary"
         )
 
 
@@ -179,12 +179,12 @@ def load_base_model(
 ) -> Any:
     """Return the base model in `dtype` on `device`, quantized if `quantization` is set.
 
-    Stored 4-bit and FP8 weights stay packed unless `unpack` is set (for merging), which also leaves the model's
-    configuration unchanged. With a stage-3 `deepspeed_config` DeepSpeed partitions the model; with `shards` it is
-    sharded per layer.
+    Stored 4-bit and FP8 weights stay packed. `unpack` dequantizes them and leaves the model's configuration
+    unchanged, for merging. DeepSpeed partitions the model if a stage-3 `deepspeed_config` is given. With
+    `shards` the model is sharded per layer.
 
     transformers loads unpartitioned 16-bit and fp32 models. Quantized, partitioned and random models are built
-    on the meta device and filled module by module, so that a rank needs memory only for its shard and one module.
+    on the meta device and filled module by module. A rank then needs memory only for its shard and one module.
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)

@@ -24,9 +24,9 @@ ROWS_PER_CHUNK = 4096  # an fp32 copy of a whole weight would take four times th
 
 
 class FrozenLinear8bit(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) with 8-bit weight values [O,I] and one scale per `block`.
+    """A frozen linear layer with 8-bit weight values [O,I] and one scale per `block` (rows, columns).
 
-    With `exact`, matmuls run in 16 bits on dequantized weights.
+    PEFT treats it as an nn.Linear. With `exact`, the weights are dequantized and matmuls run in the compute dtype.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Run fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
 
-The operator `ops.experts_mlp` computes y if it supports the experts' activation, which is detected by trial. Otherwise
-the experts run one by one in plain torch, with the model's own code between the matmuls.
-Legend: T tokens, K experts per token, S = T K routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
+The operator `ops.experts_mlp` computes y if it supports the activation (`detect_activation`). Otherwise the experts run
+one by one in plain torch, with the model's own code between the matmuls. Legend: T tokens, K experts per token, S = T K
+routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
 """
 
 from collections.abc import Callable
@@ -135,7 +135,7 @@ _CACHE: WeakKeyDictionary[Any, ExpertActivation | None] = WeakKeyDictionary()
 
 
 def detect_activation(experts: Any) -> ExpertActivation | None:
-    """Return the activation that the experts use, detected by trial; None if `ops.experts_mlp` does not support it."""
+    """Return the activation of the experts, or None if `ops.experts_mlp` does not support it."""
     if experts not in _CACHE:
         _CACHE[experts] = _try_activations(experts)
     return _CACHE[experts]
@@ -214,7 +214,10 @@ class _Products:
 
 
 def _run_dense(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
-    """Run each of Llama 4's experts on all tokens, given as rows [E T, H]; A and B are swapped, as in PEFT."""
+    """Run all of Llama 4's experts on `x` [E T, H], which contains every token once per expert.
+
+    The weights are stored as [E, in, out], so PEFT swaps the factors: B is applied before A.
+    """
     x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
     gate, up = _batched_linear(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
     y_ETH = _batched_linear(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))

@@ -73,7 +73,7 @@ def is_transposed(module: Any) -> bool:
 
 
 def get_expert_width(module: Any) -> int:
-    """Return I, the width of an expert and the largest useful rank of its adapter."""
+    """Return an expert's intermediate size I, which is also the largest useful rank of its adapter."""
     shape = get_expert_shape(module, DOWN)
     return shape[1] if is_transposed(module) else shape[2]
 
@@ -103,7 +103,10 @@ def find_router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class ExpertFactor(nn.Module):
-    """The factor A [E, R, I] or B [E, O, R] of all experts."""
+    """Stores the LoRA factor A [E, R, I] or B [E, O, R] of all experts as one parameter.
+
+    PEFT's matrices [E R, I] and [O, R E] are converted when they are passed or loaded. `to_peft` converts them back.
+    """
 
     def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
         """Convert PEFT's matrix `weight`. `down` is True for A, which projects down to the rank."""

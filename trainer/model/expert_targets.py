@@ -34,7 +34,11 @@ LOAD_BALANCING = "load_balancing_loss_func"
 
 
 def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
-    """Return the paths of the expert tensors to adapt, except paths that match the pattern `outside_text`."""
+    """Return the paths of the expert tensors to adapt.
+
+    Omits experts that receive no gradient, and tensors that match `lora.exclude_modules` or the pattern `outside_text`
+    (modules outside the text model). The list is empty if an adapter is loaded or `lora.experts` is false.
+    """
     if not lora.experts or lora.adapter_path:
         return []
     excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
@@ -67,7 +71,7 @@ def find_other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is of a router class with its own weight, rather than a plain linear layer."""
+    """Return whether a module is a router with its own weight parameter, judged by its class name."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
@@ -161,7 +165,7 @@ def check_experts_per_token(base_model: str, model: Any) -> None:
 
 
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
-    """Raise UserError if the load-balancing loss is set, but no router is trained; `lora` is None for full training."""
+    """Raise UserError if `training.router_aux_loss` is set without a load-balancing loss or trained router."""
     setting = f"training.router_aux_loss={weight}"
     if not weight:
         return

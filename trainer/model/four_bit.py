@@ -55,7 +55,7 @@ class Params4bit(bnb.nn.Params4bit):
 
 
 class FrozenLinear4bit(bnb.nn.Linear4bit):
-    """A bitsandbytes 4-bit layer (a Linear4bit to PEFT) with the forward pass from ops/scaled.py."""
+    """A 4-bit layer that PEFT treats as bitsandbytes' Linear4bit; its forward pass is in ops/scaled.py."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y[T,O] = x[T,I] W^T + b in the dtype of x, computed in the layer's compute dtype."""

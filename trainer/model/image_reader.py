@@ -39,7 +39,11 @@ TORCHVISION_ONLY = ("llama4", "lfm2_vl")
 def load_image_reader(
     base_model: str, section: ModelSection, dataset: DatasetSection, tokenizer: Any, model_config: Any = None
 ) -> ImageReader | None:
-    """Load a vision-language model's processor; return None if it is not supported. Raises UserError if that fails."""
+    """Load the processor of a vision-language model; return None to train on text alone.
+
+    Returns None if the model is not supported, or if torchvision or preprocessor_config.json is missing. Raises
+    UserError if the processor cannot be built, or if `dataset.min_pixels` or `dataset.max_pixels` is invalid for it.
+    """
     reader = _load_reader(base_model, section, tokenizer, model_config)
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
@@ -142,10 +146,11 @@ def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> 
 def cache_features(
     inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
 ) -> ImageInputs:
-    """Cache the features of all images in files below `folder`; return `inputs` that read them. A collective call.
+    """Cache the features of all images in `folder`, and return `inputs` that read the cached features.
 
-    The ranks on a host divide the missing images. All ranks run the tower the same number of times, because it may be
-    sharded. The cache folder is named by a hash of the tower's output for a noise image, which identifies its weights.
+    This is a collective call. The ranks on a host divide the missing images. All ranks run the vision tower the same
+    number of times, because it may be sharded. The name of the cache folder is a hash of the image settings and of the
+    tower's output for a noise image, which identifies its weights. Raises UserError if the adapter trains the tower.
     """
     inner = find_base_model(model)
     if has_trained_image_modules(model):

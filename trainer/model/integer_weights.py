@@ -120,7 +120,7 @@ def explain_unsupported_layer(layer: Any) -> str | None:
     if not is_linear(layer.base_layer):
         return f"{type(layer.base_layer).__name__} is not a plain linear layer"
     if len(names) != 1 or names[0] not in layer.lora_A:
-        return f"{len(names)} active adapters, not one"
+        return f"{len(names)} active adapters instead of one"
     if layer.lora_variant.get(names[0]) is not None:
         return "DoRA scales the merged weight"
     return "the adapter has a bias" if layer.lora_bias.get(names[0]) else None

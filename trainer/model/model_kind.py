@@ -24,6 +24,8 @@ OTHER_HEADS = (
     "ForImageClassification",
     "RewardModel",
 )
+# Model types in which tokens attend to later tokens (prefix or permutation language models).
+NOT_CAUSAL = ("cpmant", "paligemma", "xlm", "xlnet")
 
 
 def has_score(model_config: Any) -> bool:
@@ -131,6 +133,11 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
     if required or not predicts:
         problem = f"needs {required[0]} in every forward pass" if required else "does not generate token by token"
         raise UserError(f"{setting}: {model_class.__name__} {problem}; use a causal language model")
+    if kind in NOT_CAUSAL and not has_score(model_config):
+        raise UserError(
+            f"{setting}: in {model_class.__name__} tokens attend to later tokens, so there is nothing to predict; use "
+            "a causal language model"
+        )
     # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
     checks_decoder = "is_decoder" in inspect.getsource(model_class.__init__)
     if checks_decoder and not getattr(model_config, "is_decoder", True):

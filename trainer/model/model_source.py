@@ -83,7 +83,7 @@ def check_source(setting: str, name: str) -> None:
     path = Path(name)
     try:
         if path.is_file():
-            raise UserError(f"{prefix}: is a file; use its folder, with config.json")
+            raise UserError(f"{prefix}: is a file; use the folder with config.json")
         if path.is_dir():
             os.listdir(path)
             return
@@ -149,7 +149,7 @@ def read_settings(prefix: str, file: Path, schema: Any) -> Any:
 
 
 def check_settings(prefix: str, model_config: Any) -> None:
-    """Raise UserError if values in a loaded configuration have unexpected types."""
+    """Raise UserError if `architectures` or `quantization_config` in config.json has an unexpected type."""
     values = {name: getattr(model_config, name, None) for name in ("architectures", "quantization_config")}
     if not isinstance(values["quantization_config"], dict | None):
         values["quantization_config"] = values["quantization_config"].to_dict()
@@ -186,7 +186,7 @@ def build_load_error(
     if isinstance(error, ImportError):
         return UserError(f"{prefix}: {str(error).strip().partition(' but')[0]}; install it with pip")
     if "trust_remote_code" in str(error):
-        return UserError(f"{prefix}: comes with its own code; read it, then set model.trust_remote_code: true")
+        return UserError(f"{prefix}: requires custom code; review it, then set model.trust_remote_code: true")
     if not (folder := Path(name)).is_dir() and model_config is None:
         failure = _describe_hub_failure(name, error)
         return UserError(f"{prefix}: not a local folder, not in the Hub's cache, and {failure}")

@@ -35,10 +35,11 @@ def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32]; dequantized MXFP4 is restored exactly.
+    """Quantize [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32].
 
-    The scale's exponent is the exponent of the block's largest value minus 2, FP4's largest exponent (specification,
-    section 6.3), plus one if that value would be clipped by more than half a step. Rounds to nearest, ties to even.
+    The scale's exponent is the exponent of the block's largest magnitude minus 2, the exponent of FP4's largest value
+    (specification, section 6.3). It is one higher if that magnitude would be clipped by more than half a step. Values
+    are rounded to nearest, ties to even. Quantizing dequantized MXFP4 reproduces its values exactly.
     """
     in_blocks = values.to(torch.float32).unflatten(-1, (-1, BLOCK))
     largest = in_blocks.abs().amax(-1)
@@ -68,9 +69,10 @@ def strip_quantization(model_config: Any) -> Any:
 
 
 def read_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes:
-    """Return the dequantized shape of each tensor by name; `declared`: whether config.json declares MXFP4 experts.
+    """Return the dequantized shape of each tensor by name.
 
-    Raises UserError if only some experts are in MXFP4, or if blocks or scales are missing.
+    `declared` is whether config.json declares MXFP4 experts. Raises UserError if the files contradict it, if
+    only some experts are in MXFP4, or if blocks or scales are missing or do not match.
     """
     packed = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
     packed |= {name.removesuffix(SCALES) for name in stored if name.endswith(SCALES) and declared}

@@ -43,7 +43,7 @@ def find_expert_like_names(model: Any, names: set[str]) -> set[str]:
 
 
 def find_rejected_names(model: Any, names: set[str]) -> dict[str, str]:
-    """Map the layer names that PEFT does not adapt, as in some Mamba models, to the reason."""
+    """Return the layer names that PEFT refuses to adapt, as in some Mamba models, with the reason."""
     import peft.tuners.tuners_utils as tuners
     from peft import LoraConfig
 

@@ -211,7 +211,7 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
 
 
 def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantize codes as one row: on a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
+    """Dequantize codes as one row. On a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
@@ -237,7 +237,7 @@ def build_experts_layout(
 
 
 class FrozenLinearGrouped(nn.Linear):
-    """A frozen linear layer (an nn.Linear to PEFT) that dequantizes its weight, stored in 4-bit groups, per matmul."""
+    """Frozen linear layer that dequantizes its 4-bit weight for each matmul, and that PEFT treats as an nn.Linear."""
 
     def __init__(self, linear: Any, weight: PackedExperts) -> None:
         """Take over the bias of `linear`. The layout of `weight` sets the compute dtype."""

@@ -45,7 +45,7 @@ def parse_name(base_model: str) -> tuple[str, dict[str, Any]]:
 
 
 def find_shape(base_model: str) -> str | None:
-    """Return the shape that the model's name starts with, ignoring case and punctuation; None if there is none."""
+    """Return the shape that a model name starts with, ignoring case and punctuation, or the text after `random:`."""
     if is_random(base_model):
         return base_model.removeprefix(PREFIX)
     name = _normalize(base_model.rstrip("/").rpartition("/")[2])

@@ -21,7 +21,7 @@ from trainer.contract.known_versions import replaces
 from trainer.model.expert_layers import has_fused_experts
 from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear
 
-NOT_CALLED = "never called as layers in a pass over text"
+NOT_CALLED = "never called as modules in a forward pass over text"
 NO_GRADIENT = "no gradient of the loss reaches them"
 FEW_TOKENS, MANY_TOKENS = 16, 256
 """Sequence lengths of the two passes: some layers need many tokens, for example to compress 128 into one."""
@@ -78,7 +78,10 @@ class _Pass:
     """Records which linear layers (except the head) and experts a pass calls, and which receive a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, drop_repeated: bool = True) -> None:
-        """Run the pass; with `drop_repeated`, only the first layer runs if several differ only in their index."""
+        """Build a copy of the model and run a forward pass over `tokens` tokens.
+
+        With `drop_repeated`, only the first of several layers that differ only in their index is run.
+        """
         from accelerate import init_empty_weights
         from transformers.initialization import no_init_weights
         from transformers.pytorch_utils import Conv1D
@@ -130,7 +133,11 @@ def _fill_parameters(module: nn.Module) -> None:
 
 
 def _drop_repeated_layers(model: Any) -> Any:
-    """Keep one decoder layer of each kind; return a function that adds the dropped layers' paths to given paths."""
+    """Keep one decoder layer of each kind, and return a function that maps paths back to all layers.
+
+    For a path in a kept layer, the function yields the path in every layer of the same kind; it yields other
+    paths unchanged.
+    """
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):

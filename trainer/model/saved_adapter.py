@@ -1,4 +1,4 @@
-"""Save adapter settings from which plain PEFT finds the same layers, and load any PEFT adapter."""
+"""Save adapters so that plain PEFT adapts the same layers, and load any PEFT adapter."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ from trainer.model.targets import Targets
 
 
 def check_separate_weights(adapted: Any, prefix: str) -> None:
-    """Raise UserError if two adapted layers share a weight, as in Zamba, since it cannot contain both updates."""
+    """Raise UserError if two adapted layers share a weight (as in Zamba), since merging cannot keep both updates."""
     from peft.tuners.lora import LoraLayer
 
     base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
@@ -31,7 +31,7 @@ def check_separate_weights(adapted: Any, prefix: str) -> None:
             ) is not layer:
                 raise UserError(
                     f"{prefix}: {other} and {path} share a weight, which cannot hold the updates of both adapters; "
-                    "use the adapter with PEFT"
+                    "load the adapter with PEFT instead of merging it"
                 )
 
 
@@ -186,16 +186,16 @@ def set_saved_targets(adapted: Any, targets: Targets, excluded: str | None, adap
     config._custom_modules = None
     if by_weight:
         if config.use_dora:
-            problem = f"PEFT loads {by_weight[0]} as a parameter, for which it does not support DoRA"
-            raise UserError(f"lora.dora=true: {problem}; set lora.dora: false, or lora.exclude_modules")
+            problem = f"PEFT loads {by_weight[0]} as a parameter, and does not support DoRA for parameters"
+            raise UserError(f"lora.dora=true: {problem}; set lora.dora: false, or exclude it with lora.exclude_modules")
         config.lora_dropout = 0.0  # PEFT refuses dropout if a target is a parameter
 
 
 def set_saved_patterns(adapted: Any, adapter: str = "default") -> None:
-    """Name layers in full in `rank_pattern` and `alpha_pattern` if PEFT would read the saved patterns differently.
+    """Replace `rank_pattern` and `alpha_pattern` with full layer names if PEFT would misread them.
 
-    PEFT uses the first pattern that matches, but sorts the patterns when it saves them. If a layer is listed by weight,
-    patterns must match its name with `.weight`.
+    PEFT uses the first pattern that matches, but sorts the patterns when it saves them. A layer that is listed
+    by weight in `target_parameters` needs a pattern that matches its name with `.weight`.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import get_pattern_key

@@ -1,6 +1,7 @@
-"""Find adapted layers that an inference server would ignore, so that it would not reproduce the trained model.
+"""Find the adapted layers that an inference server does not apply.
 
-The lists are based on tests with vLLM 0.32 (tests/servers/test_vllm.py) and on SGLang's source.
+Such a server would not reproduce the trained model. The lists are based on tests with vLLM 0.32
+(tests/servers/test_vllm.py) and on SGLang's source.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,12 +1,16 @@
 """Read checkpoints with 4-bit linear layers: GPTQ, AWQ, and compressed-tensors' W4A16 and NVFP4.
 
-All formats store codes with a scale per group of columns, and are converted to the layout of ops/grouped.py. For a
-weight [O, I] they store:
+All formats store codes with a scale per group of columns, and are converted to the layout of
+ops/grouped.py. They store these tensors for a weight X [O, I] with G groups of columns:
 
-    GPTQ    X.qweight [I/8, O], X.qzeros [G, O/8] (version 1: minus one), X.scales [G, O], X.g_idx [I]
-    AWQ     X.qweight [I, O/8], X.qzeros [G, O/8], columns in the order 0 2 4 6 1 3 5 7; X.scales [G, O]
-    W4A16   X.weight_packed [O, I/8], X.weight_scale [O, G], X.weight_zero_point [O/8, G], X.weight_g_idx [I]
-    NVFP4   X.weight_packed [O, I/2] bytes of E2M1, X.weight_scale [O, G] in e4m3, X.weight_global_scale [1], a divisor
+    GPTQ    X.qweight [I/8, O], X.qzeros [G, O/8], X.scales [G, O], X.g_idx [I];
+            version 1 stores each zero point minus one
+    AWQ     X.qweight [I, O/8], X.qzeros [G, O/8], X.scales [G, O];
+            qweight and qzeros store columns in the order 0 2 4 6 1 3 5 7
+    W4A16   X.weight_packed [O, I/8], X.weight_scale [O, G], X.weight_zero_point [O/8, G],
+            X.weight_g_idx [I]
+    NVFP4   X.weight_packed [O, I/2] in bytes of two E2M1 codes, X.weight_scale [O, G] in e4m3,
+            X.weight_global_scale [1], by which the scales are divided
 
 Each int32 contains eight codes, the lowest bits first. The files determine which layers are stored in 4 bits.
 """
@@ -65,7 +69,10 @@ class FourBitFormat:
         return is_in_layer and not any(is_match(path, entry) for entry in self.excluded)
 
     def build_layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
-        """Return the packed layout of a weight [O, I] or [E, O, I]. `scale` is an index into TYPES (None: default)."""
+        """Return the packed layout of a weight [O, I] or [E, O, I].
+
+        `scale` is the dtype of the scales as an index into TYPES. None selects fp16, or e4m3 for NVFP4.
+        """
         *experts, rows, cols = shape
         is_float, group = int(self.name == "NVFP4"), self.group or cols
         scale = TYPES.index("F8_E4M3" if is_float else "F16") if scale is None else scale
@@ -105,7 +112,7 @@ def _parse_gptq_or_awq(settings: dict[str, Any], method: Any) -> FourBitFormat |
     excluded = settings.get("modules_to_not_convert") or (f"re:{rule[2:]}" for rule in rules if rule.startswith("-:"))
     group = -1 if (group := settings.get("group_size", 128)) is None else group
     if group != -1 and group < 1:
-        return f"groups of {group} columns, but only -1 for whole rows or 1 and more are supported"
+        return f"group_size {group}, but only -1 (one group per row) and positive values are supported"
     has_order = bool(settings.get("desc_act"))
     return FourBitFormat(method, max(0, group), True, tuple(excluded), has_order, int(version == "gptq"))
 
@@ -125,10 +132,10 @@ def _parse_compressed(settings: dict[str, Any]) -> FourBitFormat | str | None:
         "with quantized inputs, as in W4A4": any(group.get("input_activations") for group in groups),
         "with sparse weights": (settings.get("sparsity_config") or {}).get("format", "dense") != "dense",
         "with rotated inputs (transform_config)": bool(settings.get("transform_config")),
-        f"with 4-bit {kind}s by {strategy} of {group}": not is_supported,
+        f"with 4-bit {kind} weights (strategy {strategy}, group_size {group})": not is_supported,
     }
     if fault := next((fault for fault, applies in faults.items() if applies), ""):
-        return f"{fault}, but only W4A16 integers by group or channel and NVFP4 are supported in 4 bits"
+        return f"{fault}, but the only supported 4-bit formats are NVFP4 and W4A16 integers per group or channel"
     if kind == "float":
         return FourBitFormat("NVFP4", group, False, excluded)
     has_order = str(first.get("actorder")).lower().endswith("group")
@@ -207,13 +214,13 @@ class FourBitFiles:
                     if not (value == value[..., :1, :]).all():
                         name = self._parts["order"]
                         raise UserError(
-                            f"{self._setting}: the parts of {stored.target} differ in {name}; use the 16-bit model"
+                            f"{self._setting}: tensors of {stored.target} have different {name}; use the 16-bit model"
                         )
                     value = value[..., 0, :]
                 section[slice(None) if index is None else slice(index, index + 1)] = value
 
     def requantize(self, name: str, target: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Quantize `target` [O, I] with the stored scales of `name`. Return the tensors to store and their values."""
+        """Quantize `target` [O, I] with the stored scales; return packed tensors and the dequantized weight [O, I]."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.has_order else torch.arange(layout.cols) // layout.group
         scale = parts["scales"].view(SCALES[layout.scale]).float()
@@ -236,7 +243,10 @@ class FourBitFiles:
         return words.mT.contiguous() if self._by_column else words
 
     def _read_part(self, part: str, name: str, index: int | None = None) -> Tensor:
-        """Read one part of a packed weight as [O, ...], or [1, I] for the column order. Return e4m3 as bytes."""
+        """Read one part of a packed weight as [O, ...]; the column order as [1, I].
+
+        Codes, zero points and e4m3 scales are returned as uint8.
+        """
         layout, path, format_ = self.layouts[name], name.removesuffix(".weight"), self._format
         shape, dtype = layout.sections()[part]
         if 0 in shape:

@@ -12,7 +12,7 @@ StoredFormat = Fp8Format | FourBitFormat
 
 
 def find_stored_format(model_config: Any) -> StoredFormat | None:
-    """Return the packed format in which linear layers are stored and loaded; None for 16-bit and fp32 weights."""
+    """Return the FP8 or 4-bit format in which linear layers are stored; None for all other models."""
     format_ = parse_fp8_format(model_config) or parse_four_bit_format(model_config)
     return None if isinstance(format_, str) else format_
 
@@ -27,12 +27,12 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
     faults = {
         f"quantization.quant_type={kind}: {config.base_model} is already stored in {format_.name}; use adapter: lora, "
         f"{fp8_option}or the 16-bit model": config.adapter == "qlora" and not (fp8_option and kind == "fp8"),
-        f"training.qat={config.training.qat}: needs 16-bit weights, unlike {stored}; use the 16-bit model": (
+        f"training.qat={config.training.qat}: does not support {stored}; use the 16-bit model": (
             config.training.qat is not None
         ),
         f"zero.offload_parameters=true: zero.gather=module cannot offload {stored}; use zero.gather: layer, or set "
         "offload_parameters: false": config.zero.offload_parameters and not gathers_per_layer(config),
-        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: cannot read weights of {stored}; remove the "
+        f"{'lora.dora=true' if lora.dora else f'lora.init={lora.init}'}: does not support {stored}; remove the "
         "setting, or use the 16-bit model": lora.dora or lora.init not in ("default", "gaussian", "orthogonal"),
     }
     for fault, applies in faults.items():

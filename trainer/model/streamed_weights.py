@@ -308,7 +308,10 @@ def _quantize(linear: Any, quantization: QuantizationSection, dtype: torch.dtype
 def _find_shared_block_sizes(
     fp8: Fp8Files, experts: dict[str, Any], stored: dict[str, StoredParameter], transposed: bool
 ) -> dict[str, Block | None]:
-    """Map the expert tensors to their common block size (None: one row); empty if they must be dequantized."""
+    """Return one block size (rows, columns) for all expert tensors of a module, by tensor name.
+
+    None as a value means one scale per row. The result is empty if the tensors must be dequantized.
+    """
     blocks = {name: fp8.find_block(stored[name], 3) for name in experts}
     cells = [cell for cell in blocks.values() if cell is not None]
     if len(cells) < len(blocks) or not blocks:

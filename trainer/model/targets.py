@@ -36,7 +36,7 @@ from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear, is_quantized
 from trainer.parallel.engine.partitioned import get_full_shape
 
-IS_ROUTER = "route tokens to experts; lora.target_modules can name them"
+IS_ROUTER = "route tokens to experts; to adapt them, name them in lora.target_modules"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def find_layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
 
 
 def check_targets(model: Any, lora: LoraSection) -> None:
-    """Raise UserError, with a suggestion, if a name in `lora` matches nothing. The model may be on the meta device."""
+    """Raise UserError with a fix if a target or exclusion in `lora` has no effect. Works on the meta device."""
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix_weight(module)}
     towers = find_unadapted_towers(model, lora)
@@ -109,7 +109,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             inner = _summarize_names(
                 path for path in linear if any(path.startswith(f"{parent}.") for parent in reachable)
             )
-            advice = f"is not a layer, but has layers; use {inner}" if inner else _suggest(name, linear, "layer")
+            advice = f"is not a layer, but contains layers; use {inner}" if inner else _suggest(name, linear, "layer")
             raise UserError(f"lora.target_modules={to_text(name)}: {advice}")
         if reachable & linear <= set(untrainable):
             reason = untrainable[min(reachable & linear)]
@@ -176,7 +176,7 @@ def find_untrainable_layers(model: Any) -> dict[str, str]:
 def _find_excluded_by_default(model: Any) -> dict[str, str]:
     routers = {name.removesuffix(".weight") for name in find_router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    reasons = dict.fromkeys(_find_custom_linears(model), "compute more than a product, as routers do")
+    reasons = dict.fromkeys(_find_custom_linears(model), "compute more than a matrix product, as routers do")
     return reasons | dict.fromkeys(sorted(routers & linear - set(reasons)), IS_ROUTER)
 
 
@@ -197,7 +197,7 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
         elif excluded and re.fullmatch(excluded, path):
             reasons["lora.exclude_modules"].append(path)
         elif hasattr(base, "list_default_targets"):
-            reasons["outside attention and feed-forward; lora.target_modules can name them"].append(path)
+            reasons["outside attention and feed-forward; to adapt them, name them in lora.target_modules"].append(path)
         elif path in special:
             reasons[special[path]].append(path)
         elif not lora.experts and "experts" in path.split("."):
@@ -231,7 +231,7 @@ def _find_unadapted(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_unadapted_towers(model: Any, lora: LoraSection) -> list[str]:
-    """Return the paths of towers and projectors without an adapter; only audio modules with `vision.train: lora`."""
+    """Return the paths of unadapted towers and projectors (with `vision.train: lora`, only of audio modules)."""
     towers = find_non_text_modules(model)
     return [path for path in towers if "audio" in path] if lora.image_parts == "lora" else towers
 
@@ -271,7 +271,10 @@ def _find_custom_linears(model: nn.Module) -> list[str]:
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
-    """Build a pattern for `paths` and all paths below them, with any layer index unless that would match `others`."""
+    """Build a pattern that matches `paths` and everything below them; None if `paths` is empty.
+
+    The pattern accepts any layer index, unless it would then match one of the paths in `others`.
+    """
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in map(re.escape, paths):
         kinds[re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", path)].append(path)

@@ -35,7 +35,7 @@ class SafetensorsFiles:
     """Reads the tensors of a model's safetensors files by name, on demand."""
 
     def __init__(self, base_model: str, section: ModelSection, *, stem: str = STEM) -> None:
-        """Read the headers of all files named `stem`*. Raises UserError if one is missing or damaged."""
+        """Read the headers of the weight files with this stem. Raises UserError if one is missing or damaged."""
         self._setting = f"base_model={base_model}"
         folder = _find_folder(base_model, section)
         self._files: dict[str, Path] = {}

@@ -30,9 +30,10 @@ SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 
 
 def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files by name, copied from its source if the tokenizer was not modified.
+    """Return the files of a tokenizer and its processor as {file name: content}.
 
-    `revision` is the revision of the tokenizer's repository on the Hub.
+    An unmodified tokenizer's files are copied from its source; a modified tokenizer is saved anew. `revision`
+    is the revision of the tokenizer's repository on the Hub.
     """
     processors = _read_source_files(tokenizer.name_or_path, revision, PROCESSOR_FILES)
     with suppress(UserError):  # the tokenizer needs custom code, or more files than TOKENIZER_FILES

@@ -89,9 +89,9 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
 
 
 def _describe_extra_layers(model: nn.Module, unexpected: set[str]) -> str:
-    """Describe stored layers that the model lacks, as "2 layers in model.layers, but the files have 1 more", or "".
+    """Describe stored layers that the model lacks; return an empty string if there are none.
 
-    Extra layers for multi-token prediction are allowed.
+    Example: "2 layers in model.layers, but the files have 1 more". Extra layers for multi-token prediction are allowed.
     """
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
     allowed = int(getattr(text, "num_nextn_predict_layers", 0) or 0)

@@ -89,10 +89,11 @@ def open_console(
 
 
 class Output:
-    """Prints a run's messages on rank 0: all messages to the log, and those that users need also to the console.
+    """Prints a run's messages on rank 0: all messages to the log, and the important ones to the console.
 
-    Until `is_starting` is cleared at the first step, the console shows only warnings and messages passed to
-    `print_always`, or all messages if `verbose` is set. Messages that begin with `[yellow]` or `warning:` are warnings.
+    Until the first step clears `is_starting`, the console shows only warnings and messages passed to
+    `print_always`. Afterwards, or if `verbose` is set, it shows all messages. Messages that begin with
+    `[yellow]` or `warning:` are warnings.
     """
 
     def __init__(self, console: Console, *, is_main: bool, verbose: bool, name: str = "") -> None:

@@ -23,7 +23,7 @@ BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
 
 class Display:
-    """Shows the progress of a run as a bar or lines; `auto` chooses one of them, and `off` shows nothing."""
+    """Shows the progress of a run as a bar or as lines. `auto` selects the bar on terminals and lines elsewhere."""
 
     def __init__(self, console: Console, mode: str, *, total_steps: int) -> None:
         if mode == "auto":
@@ -110,7 +110,7 @@ class Display:
 
 
 def format_step(values: Mapping[str, float], *, detailed: bool) -> list[str]:
-    """Format the metrics of a step, most important first: aligned for a line if `detailed`, else short for the bar."""
+    """Format a step's metrics, most important first. Values are aligned if `detailed`, else short for the bar."""
     # Show the whole job's throughput if it is known, otherwise one GPU's.
     per_gpu = "perf/tokens_per_second" not in values
     parts = [

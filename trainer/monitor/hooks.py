@@ -41,16 +41,16 @@ class FinishedStep:
 
 
 class Hook:
-    """Base class of hooks; does nothing. All ranks call hooks in the same order, so hooks may communicate.
+    """Base class of training hooks, with methods that do nothing.
 
-    `finish` is not called if the run fails.
+    All ranks call hooks in the same order, so hooks may communicate. `finish` is not called if the run fails.
     """
 
     def before_step(self, step: int) -> None:
         """Called before the micro-batches of a step are fetched."""
 
     def on_batches(self, step: int, batches: Sequence[Any]) -> None:
-        """Called with this rank's micro-batches for a step; called again if the step is repeated with smaller ones."""
+        """Called with this rank's micro-batches for a step, and again if the step is repeated with smaller ones."""
 
     def after_launch(self, step: int) -> None:
         """Called once a step has been launched; on a GPU, its results are not available yet."""
@@ -119,7 +119,7 @@ class SkippedRecords(Hook):
 
 
 class History(Protocol):
-    """A run's recent losses, which checkpoints save."""
+    """A run's recent losses and number of loss spikes, which checkpoints save."""
 
     latest_losses: list[float]
     spikes: int
@@ -191,9 +191,10 @@ class ExpertLoad(Hook):
         return self.compute_metrics() if step.is_logged else {}
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return the busiest and idlest expert's token fractions and the entropy (1: uniform), averaged over layers.
+        """Return the token fractions of the most and least loaded expert, and the routing entropy.
 
-        A collective call: one all-reduce sums the counts of the ranks.
+        All values are averaged over the layers; an entropy of 1 means uniform routing. Resets the counts. This is a
+        collective call: one all-reduce sums the counts of all ranks.
         """
         if not self._counts:
             return {}

@@ -1,6 +1,6 @@
 """Write the metrics of a run to metrics.jsonl, trackers and the console, on rank 0.
 
-A full disk does not stop training: a warning names the disk, and records stay in memory until the disk has space again.
+A full disk does not stop training: a warning is printed, and records stay in memory until the disk has space again.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ GPU_EVERY_S = 2.0
 
 
 def check_reporters(logging: LoggingSection) -> None:
-    """Raise UserError if a package in `logging.report_to` is not installed, without importing it."""
+    """Raise UserError if a package in `logging.report_to` is not installed. Does not import packages."""
     for name in logging.report_to:
         if importlib.util.find_spec(name) is None:
             raise UserError(
@@ -106,14 +106,14 @@ class Metrics:
         self._unwritten += json.dumps({"step": step, "time": round(time.time(), 3), **finite}).encode() + b"\n"
         problem = self._write()
         if problem and not had_unwritten:
-            warn(self._console, f"metrics are kept in memory until the disk has space; training continues: {problem}")
+            warn(self._console, f"{problem}; training continues, and metrics stay in memory until they can be written")
         elif had_unwritten and not problem:
             self._console.print(f"metrics are being written again; {METRICS_FILE} is complete", soft_wrap=True)
         self._trackers.log(step, numbers)
         self._display.print_line(step, numbers)
 
     def _write(self) -> str | None:
-        """Append all unwritten records. If the disk is full, append none of them and return the problem."""
+        """Append all unwritten records, or none if the disk is full; return the error, or None."""
         failures: list[str] = []
         with collect_disk_errors(failures, self._path.parent), self._path.open("ab", buffering=0) as file:
             end, written = file.tell(), 0

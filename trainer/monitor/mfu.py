@@ -1,11 +1,14 @@
 """Compute the model FLOPs utilization (MFU): a step's FLOPs per second divided by the GPU's peak.
 
-F = T (4 P + 6 Q) + K (4 or 6) H + 6 sum over attention layers and documents of L^2 D
+    F = T (4 P + 6 Q) + K (4 or 6) H + 6 (sum of L^2 D over attention layers and documents)
 
-T: tokens; P, Q: frozen and trained weights in the linear layers (2 each forward, 2 for the input gradient, 2 for the
-weight gradient); K: tokens that contribute to the loss; H: weights in the output head; L: tokens in a document; D =
-heads x head size (causal: half of the square forward, twice as much backward). Not counted: recomputation, norms,
-activation functions, the scan in state-space layers, the optimizer, and experts to which a token is not routed.
+T: tokens. P, Q: frozen and trained weights in the linear layers; per token, each needs 2 FLOPs forward, 2
+for the input gradient and, if trained, 2 for the weight gradient. K: tokens that contribute to the loss. H:
+weights in the output head (4 FLOPs each if frozen, 6 if trained). L: tokens in a document. D: heads x head
+size; causal attention needs 2 L^2 D FLOPs forward, half of the full square, and twice as many backward.
+
+Not counted: recomputation, norms, activation functions, the scan in state-space layers, the optimizer, and
+experts to which a token is not routed.
 """
 
 import math
@@ -111,7 +114,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 class MfuMeter(Hook):
-    """Measures `perf/mfu` on this rank; may count the next step's FLOPs while the previous step is still running."""
+    """Measures `perf/mfu` on this rank. Stores FLOPs by step, because counting can be one step ahead."""
 
     def __init__(self, flops: StepFlops, peak: float) -> None:
         self._flops = flops

@@ -109,7 +109,11 @@ def attend_per_document(
 
 
 def build_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Build a mask [1, 1, queries, keys], true where allowed; the last query and last key are the same token."""
+    """Build a causal mask [1, 1, queries, keys] that is true where a query may attend to a key.
+
+    The last query and the last key are the same token. With a `window` of W tokens, a query attends to itself
+    and the W - 1 tokens before it.
+    """
     positions = torch.arange(keys, device=device)
     distance = positions[keys - queries :, None] - positions
     return ((distance >= 0) & (distance < (window or keys)))[None, None]

@@ -74,8 +74,9 @@ def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
 def scale_the_loss(engine: Engine) -> None:
     """Multiply the loss at stage 0 by the fp16 loss scale if DeepSpeed does not.
 
-    DeepSpeed divides the gradients by the scale without multiplying the loss by it. Gradients would be 65,536 times too
-    small, and Adam's epsilon would dominate. The loss's first gradient shows whether DeepSpeed multiplies the loss.
+    DeepSpeed divides the gradients by the scale without multiplying the loss by it. Gradients would be 65,536
+    times too small, and Adam's epsilon would dominate. The gradient of the first scaled loss shows whether
+    DeepSpeed multiplies the loss; UserError is raised if it uses another factor.
     """
     backward = engine.backward
     engine_scales: bool | None = None
@@ -134,7 +135,7 @@ class UpdateGuard:
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
 
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        """Return a group's gradient norm. DeepSpeed's code returns -1 for NaN, and synchronizes twice."""
+        """Return a group's gradient norm without synchronizing. DeepSpeed synchronizes twice and returns -1 for NaN."""
         if len(self._measured) == self._groups:
             raise build_api_error("deepspeed", "the optimizer did not update all groups in the last step")
         norm = compute_gradient_norm(self._zero, gradients)

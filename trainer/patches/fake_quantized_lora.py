@@ -1,7 +1,8 @@
 """Compute adapted layers with fake-quantized merged weights (training.qat).
 
-ops/fake_quantize.py contains the arithmetic, including dropout. While adapters are disabled or merged, PEFT's forward
-runs without fake quantization; this is the base model of the SCU's divergence and of `eval --base`.
+ops/fake_quantize.py contains the arithmetic, including dropout. If adapters are disabled or merged,
+PEFT's forward runs without fake quantization. The base model in `eval --base` and in the SCU's KL
+divergence is therefore not fake-quantized.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Make experts use our operator or plain torch, with or without an adapter."""
+"""Choose the forward of MoE experts: our operator, plain torch, or the model's own code."""
 
 from collections import Counter
 from functools import partial
@@ -17,7 +17,11 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of experts without an adapter")
 def install_expert_forwards(model: nn.Module, *, on_gpu: bool) -> list[str]:
-    """Use our operator on GPUs for experts without an adapter, too; return lines for the console."""
+    """Make experts without an adapter use our operator on GPUs; return lines for the console.
+
+    Experts that keep the model's own code are recomputed in the backward pass if DeepSpeed gathers their
+    weights, because the model's code would keep views of the gathered weights.
+    """
     wrapped: dict[int, list[ParamWrapper]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):

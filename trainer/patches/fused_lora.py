@@ -114,7 +114,7 @@ def describe_fusion_problem(layer: Any) -> str | None:
     if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
         return f"the base is quantized as {base.quant_state.quant_type}, not nf4"
     if len(names) != 1 or names[0] not in layer.lora_A:
-        return f"{len(names)} active adapters, not one"
+        return f"{len(names)} active adapters instead of one"
     if require(layer, "lora_variant", "peft").get(names[0]) is not None:
         return "the operators do not support DoRA"
     if require(layer, "lora_bias", "peft").get(names[0]):

@@ -193,9 +193,9 @@ class GraphedLoss:
             self._give_up(reason, warn=self._mode == "on")
             return None
         if not self._captures:
-            times = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f}"
+            times = f"{captured.replayed_s * 1e3:.1f} ms instead of {captured.launched_s * 1e3:.1f} ms"
             self._log(
-                f"CUDA graphs: micro-steps are replayed: {times}; captured in {time.perf_counter() - started:.1f} s"
+                f"CUDA graphs: micro-steps are replayed in {times}; captured in {time.perf_counter() - started:.1f} s"
             )
         self._captures[shape] = shape, inputs, captured
         return self._captures[shape]
@@ -207,7 +207,7 @@ class GraphedLoss:
 
 
 def _describe_first_error(error: BaseException) -> str:
-    """Return the type and first line of the original error, because ending a failed capture raises another one."""
+    """Return the type and first line of the first error in the chain, as ending a failed capture raises another."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()

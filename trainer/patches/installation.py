@@ -63,7 +63,7 @@ def install_on_base_model(model: Any, plan: PatchPlan) -> list[str]:
         use_varlen(model, plan.device, plan.dtype)
     use_flash_in_towers(model, plan.device, plan.dtype)
     if not plan.own_elementwise:
-        return [f"{', '.join(PARTS.values())}: the model's own ({plan.elementwise_reason})"]
+        return [f"{', '.join(PARTS.values())}: not replaced ({plan.elementwise_reason})"]
     load_operators(plan.backend)
     return replace_elementwise(model, frozen_norms=plan.has_adapter, recompute=plan.recomputed).format_summary()
 

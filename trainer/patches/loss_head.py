@@ -157,7 +157,11 @@ class TokenLoss:
         weights: torch.Tensor | None,
         parts: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute the loss of the targets `chosen` at `target_positions` (None: all), with `weights` (None: 1)."""
+        """Compute the loss of the target tokens `chosen` at `target_positions`.
+
+        None for `target_positions` selects all positions; None for `weights` weights all targets by 1. Returns a
+        sum for each of `parts`, or a single sum if `parts` is None.
+        """
 
         def select(rows: torch.Tensor) -> torch.Tensor:
             flat = rows.flatten(0, 1)
@@ -262,7 +266,7 @@ class TokenLoss:
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the base model's hidden states [K, H] at the K targets or, unless `is_in_chunks`, its log p [K, V]."""
+        """Return the base model's states [K, H] at the K targets if `is_in_chunks`, else log-probabilities [K, V]."""
         with self._allow_extra_passes(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
             states: list[torch.Tensor] = []
@@ -277,7 +281,7 @@ class TokenLoss:
 
     @contextmanager
     def _allow_extra_passes(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
-        """Keep the flat adapter's views, so that other forward passes can run before the loss's backward pass."""
+        """Allow other forward passes in the block, then restore the flat adapter's views for the backward pass."""
         self.observe(batch, device)
         flat = find_flat_adapter(self._module)
         with flat.keep_views() if flat is not None else nullcontext():
@@ -324,7 +328,7 @@ class TokenLoss:
             return
         problem = "is fused with the output head; the memory estimate includes logits that are not materialized"
         if self._planned_fused:
-            problem = "materializes all logits, not fused with the output head; the memory estimate omits them"
+            problem = "is not fused with the output head; the memory estimate omits the materialized logits"
         self._say(f"[yellow]warning:[/yellow] the loss {problem}")
 
 

@@ -23,7 +23,7 @@ SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "cau
 
 
 def check_packable(model: Any) -> None:
-    """Raise UserError if `adapter: qlora` can quantize no layer of the model, which may be on the meta device."""
+    """Raise UserError if qlora can quantize no layer except the output head. The model may be on the meta device."""
     head = model.get_output_embeddings()
     if not any(is_linear(module) for module in model.modules() if module is not head):
         raise UserError(f"adapter=qlora: {type(model).__name__} has no linear layer to quantize; use adapter: lora")
@@ -54,7 +54,7 @@ def describe_unadapted_weights(model: nn.Module) -> list[str]:
     weights = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
     elements = sum(count * shape.numel() for (_, shape), count in counts.items())
     fraction = elements / count_parameters(model)[1]
-    return [f"without adapter, not linear layers: {', '.join(weights)}: {fraction:.1%} of all parameters"]
+    return [f"without adapter (not linear layers): {', '.join(weights)}; {fraction:.1%} of all parameters"]
 
 
 def _get_last_component(path: str) -> str:
@@ -63,7 +63,7 @@ def _get_last_component(path: str) -> str:
 
 
 def is_mamba_2(module: nn.Module) -> bool:
-    """Return whether this is transformers' Mamba-2 mixer. Mamba-1 mixers have no chunks, other mixers no state."""
+    """Return whether this is transformers' Mamba-2 mixer (Mamba-1 has no chunk size, other mixers no SSM state)."""
     parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
     return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
 
@@ -104,9 +104,9 @@ def explain_unused_kernels(package: str, library: str) -> str:
 
 
 def _describe_load_problem(package: str, library: str) -> str:
-    """Return why the kernels cannot be loaded, or "". Imports only their library, as the package is slow to import."""
+    """Return why the kernels cannot be loaded, or "". Imports only `library`, because importing `package` is slow."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
-        return "install the extra `mamba` for kernels that are faster and keep less memory"
+        return "install the `mamba` extra for faster kernels that use less memory"
     return _describe_import_problem(package, library)
 
 

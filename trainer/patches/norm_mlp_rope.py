@@ -40,7 +40,7 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class ElementwisePlan:
-    """Which `forward` methods and modeling functions our operators can replace, and why they cannot replace others."""
+    """The forwards and modeling functions that our operators can replace, and reasons for the others."""
 
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     """Pairs (module, new forward)."""
@@ -61,11 +61,11 @@ class ElementwisePlan:
         replaced = f"{self.norm_count} norms, {self.mlp_count} gated MLPs, {'' if self.functions else 'no '}rotary"
         counts = Counter(self.rejected)
         return [f"element-wise operators: {replaced} embedding"] + [
-            f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
+            f"  not replaced: {count} x {name}: {reason}" for (name, reason), count in counts.items()
         ]
 
     def find_reasons(self) -> dict[str, str]:
-        """Return, for each of PARTS, why it is not replaced everywhere; "" if it is."""
+        """Return a dict from each of PARTS to the reason it is not replaced everywhere, or to "" if it is."""
         parts = {"rms_norm": self.norm_count, "swiglu": self.mlp_count, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known type" for part, count in parts.items()}
         for name, reason in self.rejected:

@@ -90,7 +90,7 @@ def check_attention_shareable(size: int, model: Any) -> None:
     elif has_sinks(model):
         problem = "has attention sinks, which are not supported"
     elif not require(model, "_supports_attention_backend", "transformers") or not supports_sdpa(model):
-        problem = "has attention that cannot be replaced"
+        problem = "does not support custom attention"
     elif not isinstance(heads, int) or heads % size:
         problem, fix = f"has {heads} attention heads, not a multiple of {size}", "a divisor of that number"
     else:
@@ -111,9 +111,10 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
 @replaces("attention over packed documents")
 @replaces("attention sinks over packed documents")
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Make a loaded model compute packed documents separately, if transformers' attention registry allows it.
+    """Switch a loaded model to variable-length attention for packed documents, if it supports that.
 
-    Models with attention sinks need this even without flash attention, because transformers would mix their documents.
+    The model needs transformers' attention registry, and sdpa with flash attention for device and dtype. Models with
+    attention sinks are switched even without flash attention, because transformers would mix their documents.
     """
     is_replaceable = require(model, "_supports_attention_backend", "transformers")
     uses_flash = supports_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
@@ -143,7 +144,7 @@ def use_flash_in_towers(model: Any, device: torch.device, dtype: torch.dtype) ->
 
 
 def can_share_keys(model: Any) -> bool:
-    """Return whether documents can share keys in a loaded model. Attention sinks and chunks do not support this."""
+    """Return whether two answers can share their prompt's keys (not with attention sinks or chunked attention)."""
     is_replaceable = require(model, "_supports_attention_backend", "transformers") and supports_sdpa(model)
     has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # Llama 4
     uses_sdpa = model.config._attn_implementation in ("sdpa", VARLEN)
@@ -169,7 +170,7 @@ def disable_varlen(model: Any) -> None:
 def mask_padding(model: Any) -> Iterator[None]:
     """Use transformers' attention within the block, so that generation masks the padding of a batch.
 
-    transformers builds no mask for VARLEN, which would attend to padding.
+    transformers builds no mask for VARLEN, so tokens would attend to padding.
     """
     base = find_base_model(model)
     attention = "sdpa" if supports_sdpa(base) else "eager"
@@ -265,7 +266,11 @@ def sequence_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, sequence: SequencePart | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute `varlen_attention`; with `sequence`, each of N ranks has T/N tokens [1, heads, T/N, head_dim]."""
+    """Compute `varlen_attention`, divided by heads among the ranks of a sequence group.
+
+    With `sequence`, each of the N ranks passes and receives only its own T/N tokens:
+    [1, heads, T/N, head_dim] -> [1, T/N, heads, head_dim].
+    """
     if sequence is None:
         return varlen_attention(module, query, key, value, attention_mask, **kwargs)
     query, key, value = exchange_for_heads((query, key, value), sequence)
@@ -296,9 +301,10 @@ def _flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor,
     longest: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return flash attention [T, heads, head_dim]. A document's last query and last key are the same token.
+    """Compute flash attention within each document; return [T, heads, head_dim].
 
-    Calls the operator behind varlen_attn, which itself repeats key heads (GQA) in torch 2.11.
+    A document's last query and last key are the same token. Calls the operator behind varlen_attn directly,
+    because varlen_attn copies shared key heads (GQA) in torch 2.11.
     """
     tensors = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     lengths = bounds, key_bounds, longest, longest
@@ -324,9 +330,10 @@ def _attend_each_document(
 def _attend_batched(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None, dropout: float
 ) -> torch.Tensor:
-    """Return attention [T, heads, head_dim] with documents as batch rows, for faster dense kernels (cuDNN on Hopper).
+    """Return attention [T, heads, head_dim] over documents of equal length, computed as batch rows.
 
-    On an H200 with 4 x 2048 tokens, 32 heads of 128 and 8 KV heads, both passes took 1.13 instead of 1.97 ms.
+    This allows faster dense kernels (cuDNN on Hopper). On an H200 with 4 x 2048 tokens, 32 heads of 128 and 8
+    KV heads, forward and backward together took 1.13 ms instead of 1.97 ms.
     """
     # squeeze() instead of [0], because the backward of indexing copies into zeros
     q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))

@@ -41,8 +41,8 @@ LENGTHS, LONG_LENGTHS = (5, 4), (37, 40)
 """Lengths of two documents in tokens; LONG_LENGTHS is for layers that combine several tokens into one (DeepSeek-V4)."""
 LEAK, LEAK_WITH_EXPERTS = 1e-4, 0.05
 """Maximum change of logits (root mean square) at positions that must not see a changed token, relative to the change at
-those that must. Experts change logits without a leak, too: sums over other batches of tokens round differently, and the
-choice of experts can flip."""
+those that must. Logits of MoE models change even without a leak: other batch shapes round sums differently, and the
+router's choice can flip."""
 MAX_AMPLIFICATION = 10.0
 """A layer mixes documents if it amplifies the relative change at the second document by this factor."""
 ROUNDING = 0.05
@@ -113,7 +113,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     base = find_base_model(model)
     original = base.config._attn_implementation
     if not can_share_keys(base) or has_separate_documents(base):
-        return "its layers are not attention that can be replaced"
+        return "the model has layers that cannot share the prompt's keys"
     prompt, chosen = _build_distant_tokens(model, sum(LENGTHS)).split(LENGTHS)
     rejected, other_chosen, length = chosen.flip(0), chosen + 1, sum(LENGTHS)
 
@@ -132,9 +132,9 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
     first, tolerance = LENGTHS[1], _choose_tolerance(model)
     rounding = tolerance if alone.dtype == torch.float32 else ROUNDING
     if _compute_rms(change[first:]) > tolerance * _compute_rms(change[:first]):
-        reason = "the answers of a pair would see each other"
+        reason = "the two answers of a pair would attend to each other"
     elif _compute_rms(together - alone) > rounding * _compute_rms(alone):
-        reason = "the answers would have different logits than alone"
+        reason = "the answers would have different logits than in separate sequences"
     else:
         return None
     base.set_attn_implementation(original)
@@ -188,9 +188,9 @@ class _Probe:
         self._tokens = _build_distant_tokens(model, sum(lengths))
 
     def separate_documents(self) -> str | None:
-        """Make layers that carry state across documents compute each document separately; return the remaining problem.
+        """Make layers that carry state across documents compute each document separately.
 
-        These layers keep using their kernels if the kernels separate documents.
+        Returns the problem that remains, or None. Layers keep using their kernels if these separate documents.
         """
         changed_first, changed_last = self._tokens.clone(), self._tokens.clone()
         changed_first[: LENGTHS[0]] += 1

@@ -189,7 +189,7 @@ def describe_separate_documents(model: nn.Module) -> list[str]:
     for module in model.modules():
         if isinstance(forward := vars(module).get("forward"), PerDocumentForward):
             counts[type(module).__name__, forward.by_kernels] += 1
-    methods = {True: "by bounds in their kernels", False: "in batches of documents of similar length"}
+    methods = {True: "separated by their kernels", False: "computed in batches of similar length"}
     return [f"packed documents: {count} {name} layers, {methods[kernels]}" for (name, kernels), count in counts.items()]
 
 
@@ -215,5 +215,5 @@ def _receive_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_documents(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Run a checkpoint that recomputes with the document layout of its forward pass."""
+    """Run `checkpoint`, and recompute `function` with the document layout of its forward pass."""
     return checkpoint(partial(copy_context().run, function), *args)

@@ -65,7 +65,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:
         raise build_api_error(
-            "transformers", "no layer has `_gradient_checkpointing_func` with gradient checkpointing on"
+            "transformers", "no layer has `_gradient_checkpointing_func` after gradient checkpointing was enabled"
         )
     for layer in layers:
         replace(layer, "_gradient_checkpointing_func", checkpoint_function)
@@ -94,9 +94,10 @@ def _choose_checkpoint_function(
 
 
 def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
-    """Run a checkpoint that repeats its random numbers; during CUDA graph capture, only those of our operators.
+    """Run a checkpoint that draws the same random numbers in its recomputation as in its forward pass.
 
-    In a graph, other random numbers would change the gradients, which trainer/parallel/engine/cuda_graphs.py detects.
+    During CUDA graph capture, this holds only for our operators. Other random numbers would change the
+    gradients, which trainer/parallel/engine/cuda_graphs.py detects.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **contexts)

@@ -129,10 +129,12 @@ class AdapterInformation:
 
     @torch.no_grad()
     def compute_reachable_bounds(self, max_change_a: float, max_change_b: float) -> tuple[float, float]:
-        """Return bounds on Q if elements of A (B) move by at most c_A = max_change_a (c_B), the sum of learning rates.
+        """Return the lower and upper bounds on Q that training can still reach.
 
-        factors: from (|w| - c)_+^2 to (|w| + c)^2. delta: |s B A| moves elementwise by at most
-        s ((|B| + c_B)(|A| + c_A) - |B||A|); the bounds are the current norm plus and minus the norm of that.
+        An element of A moves by at most c_A = `max_change_a`, and one of B by at most c_B = `max_change_b`: the sum of
+        the remaining learning rates. factors: an element w contributes between (|w| - c)_+^2 and (|w| + c)^2 to Q.
+        delta: an element of s B A moves by at most s ((|B| + c_B)(|A| + c_A) - |B||A|). The norm of these changes is
+        added to the current norm of s B A, or subtracted from it.
         """
         low = high = 0.0
         for chunk in self.chunks:
@@ -220,7 +222,7 @@ class _PrecomputedGradient(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
     ) -> Tensor:
-        """Save the gradients; for each, `counts` lists whether its tensors form one stack, and how many there are."""
+        """Save the gradients. For each, `counts` has whether its tensors are already one stack, and their number."""
         ctx.save_for_backward(*gradients)
         ctx.counts = counts
         ctx.dtypes = [tensor.dtype for tensor in tensors]

@@ -102,7 +102,7 @@ def advance(law: Law, state: ControllerState, measured: float) -> ControllerStat
     Raises ValueError for any other number, since continuing would hide a broken run.
     """
     if law.form == "kl" and not 0.0 <= measured < math.inf:
-        raise ValueError(f"K={measured}: must be finite and not negative; the logits of adapter or base are not finite")
+        raise ValueError(f"K={measured}: must be finite and not negative; the logits contain NaN or infinity")
     if law.form != "kl" and not 0.0 <= measured <= 1.0:
         raise ValueError(f"S={measured}: must be in [0, 1]; the loss or the adapter is not finite")
     state = replace(state, measured=measured, updates=state.updates + 1)
@@ -210,11 +210,10 @@ def compute_gain_bound(target: float) -> float:
 def is_stable(law: Law, slope: float) -> bool:
     """Return whether small deviations decay if M responds to ln lambda with the slope -`slope`.
 
-    Published: S responds at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies
-    (S_hat, I, x) by a matrix with the characteristic polynomial
-    (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z). Smoothing is a lag, which requires Ki well below
-    ema Kp. Ours: L responds with a lag of LAG_STEPS, l <- p l - (1 - p) slope x; (L_hat, l, x) has
-    (z - 1)(z - a)(z - p) + ema (1 - p) slope z (Kp (z - 1) + Ki z).
+    Published: S responds at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies (S_hat, I,
+    x) by a matrix with the characteristic polynomial (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z).
+    Smoothing is a lag, which requires Ki well below ema Kp. Ours: L responds with a lag of LAG_STEPS, l <- p l - (1 -
+    p) slope x; (L_hat, l, x) has (z - 1)(z - a)(z - p) + ema (1 - p) slope z (Kp (z - 1) + Ki z).
     """
     a = 1.0 - law.ema
     if law.form == "published":
@@ -265,7 +264,7 @@ def build_gain_warning(law: Law) -> str | None:
     else:
         return None
     gains, fix = f"scu.kp={law.kp}, scu.ki={law.ki}", "use smaller gains, or scu.law: logit"
-    return f"{gains}: {problem} at S = {law.target:g}; lambda may oscillate, {fix}"
+    return f"{gains}: {problem} at S = {law.target:g}; lambda may oscillate; {fix}"
 
 
 def get_published_target(base_parameters: int) -> float:

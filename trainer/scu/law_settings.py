@@ -32,7 +32,7 @@ def adapt_state(law: scu.Law, state: scu.ControllerState) -> tuple[scu.Controlle
         return state, []
     if state.lambda_ == 0.0 and state.started:  # saved by the controller `none`
         new_state = scu.build_initial_state(law)
-        return new_state, [f"scu.controller={law.controller}: was none; lambda begins at {new_state.lambda_:g}"]
+        return new_state, [f"scu.controller={law.controller}: was none before; lambda starts at {new_state.lambda_:g}"]
     if law.controller == "fixed":
         lambda_ = law.lambda_start
     else:

@@ -48,7 +48,7 @@ def start_steering(
     )
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
-    return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"] if step else []
+    return steering, ["scu.enabled=true: the checkpoint has no controller state; lambda starts over"] if step else []
 
 
 def list_target_warnings(
@@ -142,7 +142,7 @@ class ScaleFit:
 
 
 def choose_held_out(count: int) -> set[int]:
-    """Return the positions of 1/8 of `count` texts, at most 64; none if there are fewer than 64 texts."""
+    """Return the indices of held-out texts: 1/8 of `count`, at most 64, and none for fewer than 64 texts."""
     # Choose groups of neighbors, so that parts of a document are rarely on both sides of the split.
     groups = min(count // MIN_TEXTS, MAX_GROUPS)
     begins = [(2 * group + 1) * count // (2 * groups) - NEIGHBORS // 2 for group in range(groups)]

@@ -144,8 +144,8 @@ class Builder:
     ) -> tuple[StepLoss, StragglerWatch | None]:
         """Return the loss for training steps, and the straggler watch (None on a single rank).
 
-        The loss replays CUDA graphs if the settings and the model allow it. A run that shares its passes with other
-        adapters uses neither CUDA graphs nor a watch.
+        The loss replays CUDA graphs if the settings and the model allow it. A run with several adapters uses
+        neither CUDA graphs nor a watch.
         """
         if find_choice(engine.module) is not None:
             return loss, None
@@ -164,8 +164,8 @@ class Builder:
     ) -> list[Hook]:  # fmt: skip
         """Return this rank's step hooks in the order in which they are called.
 
-        `skipped` returns the number of skipped records by source, and `sample` generates samples at a step. A run that
-        shares its passes with other adapters only has hooks for its own data and losses.
+        `skipped` returns the number of skipped records by source, and `sample` generates samples at a step. In a
+        run with several adapters, each adapter only has hooks for its own data and losses.
         """
         config, task, ranks, model = self._config, self._task, self._ranks, engine.module
         spikes: list[Hook] = [SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []

@@ -69,7 +69,7 @@ def build_task(
 
 def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
     if (size := original.parallel.sequence) > 1:
-        say.print_always(f"sequences: each is split over {size} ranks, counted as one below (parallel.sequence)")
+        say.print_always(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
     warnings = list_step_warnings(resolved, samples, ranks)
     say.print_always(f"steps: {describe_steps(resolved.training, samples, ranks)}")
     for warning in warnings:

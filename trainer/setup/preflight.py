@@ -57,7 +57,7 @@ def prepare(
 
 
 def _join_prepared(config: RunConfig, adapters: Sequence[PreparedRun]) -> PreparedRun:
-    """Return the first run with all adapters' data attached. Raises UserError for image models or adapted experts."""
+    """Merge the adapters' prepared runs into the first one. Raises UserError for images and adapted experts."""
     if any(map(has_images, adapters)):
         raise UserError("adapters: image models support only one adapter per run; remove adapters")
     model = build_empty_model(adapters[0].model_config, config.model) if config.lora.experts else None
@@ -129,7 +129,7 @@ def build_operators(config: RunConfig, report: Callable[[str], None]) -> None:
         return
     from trainer.patches.installation import load_operators  # imports the operators
 
-    report("loading the operators (built at their first use)")
+    report("loading the operators (compiled on first use)")
     load_operators(config.ops.backend)
 
 

@@ -48,7 +48,7 @@ def show_text(config: RunConfig, console: Console, *, examples: int, step: int |
     else:
         _show_examples(data, tokenizer, console, examples=examples)
     if config.preference.share_prompt and isinstance(data.train, Samples):
-        console.print(f"shared prompts: save {measure_savings(data.train):.1%} of the tokens")
+        console.print(f"shared prompts save {measure_savings(data.train):.1%} of the tokens")
 
 
 def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
@@ -63,7 +63,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
         style = "bold yellow" if line.startswith("warning: ") else ""
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
-        console.print(f"first {len(samples)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
+        console.print(f"first {len(samples)} samples: {stats.trained_fraction:.1%} of the tokens are trained on")
     for warning in list_mask_warnings(stats):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
 
@@ -124,9 +124,9 @@ def list_mask_warnings(stats: DataStats) -> list[str]:
     messages = []
     predictable = stats.tokens - stats.documents  # the first token of a document is never predicted
     if stats.target_tokens == 0:
-        messages.append("0 % of the tokens are trained; check dataset.train_on and the examples above")
+        messages.append("0 % of the tokens are trained on; check dataset.train_on and the examples above")
     elif stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
-        messages.append("100 % of the tokens are trained, prompts as well as answers; check dataset.train_on")
+        messages.append("100 % of the tokens are trained on, prompts as well as answers; check dataset.train_on")
     return messages
 
 

@@ -61,7 +61,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     notes, original = files.notes, config
     config = original.fit_max_length(files.context_length)
     if config is not original:
-        notes += (f"dataset.max_length is the model's context, {config.dataset.max_length}, instead of the default",)
+        notes += (f"dataset.max_length: {config.dataset.max_length}, the model's context length, replaces the default",)
     elif files.context_length is not None and original.dataset.max_length > files.context_length:
         setting = f"dataset.max_length={original.dataset.max_length}"
         problem = (
@@ -76,7 +76,7 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         build_metric(name, config.evaluation)
     reference = load_reference(config, files.tokenizer)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    report(f"preparing the data {', '.join(map(str, paths))}")
+    report(f"preparing the data in {', '.join(map(str, paths))}")
     check = find_task(config).check_data
     data = tokenize(config, files, check=lambda stats: check(config, stats))
     check_images(config, data.stats)
@@ -91,7 +91,7 @@ def check_no_image_settings(config: RunConfig) -> None:
     """Raise UserError if a language model's run has settings for image models."""
     for setting in find_other_task_settings(config, "language" if config.task == "auto" else config.task):
         raise UserError(
-            f"{setting.name}={to_text(setting.value)}: is for image models, and base_model={config.base_model} is not "
+            f"{setting.name}={to_text(setting.value)}: only for image models; base_model={config.base_model} is not "
             f"one (it has no {INDEX}); remove the setting"
         )
 
@@ -178,7 +178,7 @@ def load_reference(config: RunConfig, tokenizer: Any) -> Samples | None:
 
 
 def read_model_config(config: RunConfig) -> tuple[Any, str]:
-    """Load the model's configuration; if it cannot be read, return the published one for its name, with a note."""
+    """Load the model's configuration or, if it cannot be read, the published shape for its name, with a note."""
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:
@@ -204,8 +204,8 @@ def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, l
     label = "longest sequence in the data:" if planner.lengths.samples else label
     scan = ""
     if any(is_mamba_2(module) for module in planner.shapes.model.modules()):
-        plain = "in plain torch; the kernels of the extra `mamba` need less memory"
-        scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
+        plain = "run in plain torch; the kernels in the extra `mamba` need less memory"
+        scan = f"Mamba layers {'use mamba-ssm' if has_scan_kernels() else plain}"
     return planner, [line for line in (note, f"{label} {planner.lengths.longest:,} tokens{reason}", scan) if line]
 
 

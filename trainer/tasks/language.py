@@ -1,4 +1,4 @@
-"""Causal language modeling."""
+"""Train causal language models on plain text and conversations."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +51,7 @@ LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothin
 
 
 class LanguageTask(Task):
-    """Language models; a sample is plain text, a conversation, or a pack of these."""
+    """Task for language models; a sample is plain text, a conversation, or a pack of these."""
 
     title = "a language model"
     batch_units = ("tokens", "target_tokens")
@@ -66,7 +66,7 @@ class LanguageTask(Task):
     def __init__(
         self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, say: Say
     ) -> None:
-        """`config` must have every `auto` resolved."""
+        """Set up the task and its sequence group; every `auto` in `config` must be resolved."""
         self._config, self._prepared, self._ranks = config, prepared, ranks
         self._device, self._precision, self._say = device, precision, say
         self._sequence = form_sequence_group(ranks, config.parallel.sequence)
@@ -151,7 +151,7 @@ class LanguageTask(Task):
         for message in describe_separate_documents(engine.module):
             self._say(message)
         if varlen and not self.flat_packs:
-            self._say("[yellow]warning:[/yellow] packs use a dense mask, so the memory estimate is too low")
+            self._say("[yellow]warning:[/yellow] packed sequences use a dense mask, so the memory estimate is too low")
 
     def check_base(self) -> None:
         check_base_is_finite(self._config.base_model, self._config.model, DTYPES[self._precision])

@@ -32,7 +32,7 @@ PYTHON_SEED, SEED = 0, 1234
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores by TASK/METRIC or, for filters other than lm-eval's default, by TASK/METRIC/FILTER."""
+    """Scores by TASK/METRIC; by TASK/METRIC/FILTER if the filter is not lm-eval's default."""
 
     values: dict[str, float]
     errors: dict[str, float]

@@ -1,7 +1,8 @@
-"""Preference training of language models on pairs of a chosen and a rejected answer (DPO and similar losses).
+"""Train language models on pairs of a chosen and a rejected answer (DPO and similar losses).
 
-Both answers are documents in the same batch or pack, so one pass computes them. The reference is the same model with
-its adapter disabled: it needs a second forward pass without gradients, in each step or once, but no extra memory.
+Both answers are documents in the same batch or pack, so one pass computes them. The reference is the same
+model with its adapter disabled. It needs a second forward pass without gradients, either in each step or
+once before training (`preference.reference`), but no extra memory.
 """
 
 import math
@@ -107,14 +108,17 @@ class PreferenceLoss(TokenLoss):
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> ScoredPairs:
-        """Compute and score the batch's pairs, and record metrics."""
+        """Run the model on a batch of pairs, and return their scores and losses; also records metrics."""
         needs_reference = self.has_reference and batch.reference is None
         return self.score_measures(*self.measure_tokens(model, batch, device, with_reference=needs_reference), batch)
 
     def measure_tokens(
         self, model: Any, batch: MicroBatch, device: torch.device, *, with_reference: bool
     ) -> tuple[torch.Tensor, bool]:
-        """Return `measure_by_token`'s result, with BASE_LOSS if requested, and whether it includes DIVERGENCE."""
+        """Return the result of `measure_by_token`, and whether it includes DIVERGENCE.
+
+        With `with_reference`, the result also includes BASE_LOSS, the loss of each token under the reference.
+        """
         states, base = None, None
         if with_reference and self.is_in_chunks(batch, device):
             states = self.compute_base_states(model, batch, device)
@@ -126,7 +130,7 @@ class PreferenceLoss(TokenLoss):
         return measures, states is not None
 
     def score_measures(self, measures: torch.Tensor, has_divergence: bool, batch: PairBatch) -> ScoredPairs:
-        """Score pairs, given the result of `measure_tokens`, and record metrics."""
+        """Return the scores and losses of pairs from the result of `measure_tokens`; also records metrics."""
         counts, device, reference = batch.document_targets, measures.device, measures.new_zeros(1)
         if batch.reference is not None:
             reference = to_device(batch.reference.view(-1, 2), device)
@@ -169,13 +173,17 @@ class PreferenceLoss(TokenLoss):
     def _sum_answers(
         self, losses: torch.Tensor, batch: PairBatch, *, excess_weight: float | None = None
     ) -> torch.Tensor:
-        """Return each answer's negated loss sum [P, 2]; `excess_weight` defaults to length_weight."""
+        """Return the log-probability of each answer [P, 2], given the losses of its tokens.
+
+        Tokens past the length of the pair's shorter answer are multiplied by `excess_weight`, which defaults to the
+        setting `length_weight`.
+        """
         excess_weight = self._settings.length_weight if excess_weight is None else excess_weight
         weights = _weigh_tokens(batch.document_targets, excess_weight)[_slice_local_targets(batch, losses)]
         return _sum_documents(-losses * to_device(weights, losses.device), batch).view(-1, 2)
 
     def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages over all pairs, and over tokens, since the last call; a collective call."""
+        """Return the metrics averaged over pairs or tokens since the last call; a collective call."""
         pairs = self._sums.pop_averages(PAIR_METRICS, training=training)
         return pairs | self._tokens.pop_averages(TOKEN_METRICS, training=training)
 
@@ -225,7 +233,10 @@ class KtoLoss(PreferenceLoss):
         self._sums.add(sums, training=training)
 
     def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages over the answers with each label since the last call, and the mean baseline, in nats."""
+        """Return the metrics averaged over the answers with each label since the last call.
+
+        Also returns the mean baseline as `kl`, in nats, and the token metrics. This is a collective call.
+        """
         metrics = self._tokens.pop_averages(TOKEN_METRICS, training=training)
         if not (sums := self._sums.pop(training=training)):
             return metrics
@@ -252,7 +263,10 @@ def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
 
 
 def _read_labels(batch: PairBatch) -> torch.Tensor:
-    """Return whether the first answer of each row is desirable, bool [P]. Batches encode this as its loss weight."""
+    """Return whether the first answer of each row is desirable, bool [P].
+
+    Labels are encoded as the answers' loss weights. Without weights, every answer is desirable.
+    """
     counts = batch.document_targets
     firsts = (counts.cumsum(0) - counts)[::2]
     return torch.ones(len(firsts), dtype=torch.bool) if batch.weights is None else batch.weights[firsts] == DESIRABLE
@@ -270,7 +284,10 @@ def _weigh_tokens(counts: torch.Tensor, excess_weight: float) -> torch.Tensor:
 def check_answers(
     config: RunConfig, stats: DataStats, expected: str, check_labels: Callable[[DataStats, str], None]
 ) -> None:
-    """Raise UserError unless all records are pairs, called `expected`; run `check_labels` on parts with pairs."""
+    """Raise UserError if the training or evaluation data contains records that are not pairs.
+
+    `expected` describes valid records in the error message. `check_labels` is called for each part with pairs.
+    """
     for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
         if part.pairs:
             check_labels(part, label)
@@ -299,7 +316,7 @@ def _check_labels(loss: str, part: DataStats, label: str) -> None:
 
 
 class PreferenceTask(LanguageTask):
-    """Language models trained on pairs. A sample is a pair, or a pack of pairs."""
+    """Trains language models on preference pairs; a sample is one pair or a pack of pairs."""
 
     pairs = True
     predicts_time = False
@@ -310,7 +327,7 @@ class PreferenceTask(LanguageTask):
         check_answers(config, stats, LABELED if loss == "kto" else PAIRS, partial(_check_labels, loss))
         if stats.margins:
             pairs = format_count(stats.margins, "pair")
-            return [f"warning: dataset: margins are ignored ({pairs}): only task: reward uses them"]
+            return [f"warning: dataset: margins are ignored ({pairs}), because only task: reward uses them"]
         return []
 
     @classmethod
@@ -390,5 +407,5 @@ class PreferenceTask(LanguageTask):
             answers = loss.score_reference(engine, batch, self._device).flatten()
             reference[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
-        self._say(f"reference: {format_count(len(reference), 'answer')} computed once, before training")
+        self._say(f"reference: log-probabilities of {format_count(len(reference), 'answer')} computed before training")
         return sum_over_ranks(reference).cpu().numpy()

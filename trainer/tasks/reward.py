@@ -99,7 +99,7 @@ def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
 
 
 class RewardTask(LanguageTask):
-    """Language models with a score head. A sample is a pair, or a pack of pairs."""
+    """Trains language models with a score head on pairs; a sample is one pair or a pack of pairs."""
 
     title = "a reward model"
     pairs = True

@@ -1,4 +1,4 @@
-"""The interface through which a run trains any kind of model; implemented in language.py and images/task.py."""
+"""Interface that a run uses to train any kind of model, implemented in language.py and images/task.py."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ class Batch(Protocol):
 
     @property
     def target_count(self) -> int:
-        """Number of targets, by which the held-out loss is divided."""
+        """Number of targets, the divisor of the held-out loss."""
 
     @property
     def target_weight(self) -> float:
-        """Sum of the targets' weights, by which the summed loss of a step is divided."""
+        """Sum of the targets' weights, the divisor of a step's summed loss."""
 
 
 class BatchSource(Protocol):
@@ -41,7 +41,7 @@ class StepLoss(Protocol):
 
     @property
     def balancing(self) -> torch.Tensor | float:
-        """The router's load-balancing loss, which is added in training."""
+        """The router's load-balancing loss, which is added to the training loss."""
 
     def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
         """Return additional training or evaluation metrics since the last call; a collective call."""

@@ -50,7 +50,7 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
         yield Check("operators", "OK", f"built at {library}")
         return
     if (shared := os.environ.get("ZEROLORA_OPS")) and torch.cuda.is_available():
-        found = f"ZEROLORA_OPS={shared}: has no build for these versions of torch and Python and these GPUs"
+        found = f"ZEROLORA_OPS={shared}: has no build for this torch version, Python version and GPU type"
         yield Check("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
     try:
         builder.check()
@@ -64,7 +64,7 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
     yield Check(
         "operators",
         "OK",
-        f"will be compiled into {get_cache_folder()} at the first start; to compile now: zerolora ops build",
+        f"will be compiled into {get_cache_folder()} on first use; to compile now: zerolora ops build",
     )
 
 
@@ -82,12 +82,12 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
         kind.read_files(config)
         has_weights = kind.has_weights(config)
     except UserError as error:
-        yield Check("run", "FAIL", str(error), "see the message; `hf download` on another machine can fetch a model")
+        yield Check("run", "FAIL", str(error), "see the message; if offline, run `hf download` on another machine")
         return
     yield Check("run", "OK", f"settings, {model} and data are usable")
     if not has_weights:
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
-        found = "not on this machine, and HF_HUB_OFFLINE is set" if is_offline else "will be downloaded at the start"
+        found = "not on this machine, and HF_HUB_OFFLINE is set" if is_offline else "will be downloaded at startup"
         yield Check("weights", "FAIL" if is_offline else "WARN", f"{model}: {found}", f"hf download {model}")
 
 

@@ -54,7 +54,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     wrong = torch.tensor([int((values != expected).sum())], device=device)
     dist.all_reduce(wrong)
     backend = dist.get_backend()
-    fix = "NCCL_DEBUG=INFO shows the links used; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 shows which link is faulty"
+    fix = "set NCCL_DEBUG=INFO to see the links used; find the faulty one with NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1"
     if int(wrong):
         found = f"{backend}: {int(wrong)} of {world * CORRECT_ELEMENTS} sums are wrong"
         yield Check("all-reduce", "FAIL", found, fix)
@@ -141,12 +141,12 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
         yield Check(name, "FAIL", str(error), "see the message")
         return
     sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
-    found = f"{within}: {len(groups)} x the base model, each sharded over {sizes} ranks"
+    found = f"{within}: {len(groups)} replica(s) of the base model, each sharded over {sizes} ranks"
     if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
-        fix = "set zero.shard_within=host if a host has memory for a copy"
-        yield Check(name, "WARN", f"{found}; weights of every layer cross the network", fix)
+        fix = "set zero.shard_within=host if each host has enough memory for a replica"
+        yield Check(name, "WARN", f"{found}; every layer's weights cross the network", fix)
     else:
-        yield Check(name, "OK", f"{found}, if a copy fits on a host" if within == "auto" else found)
+        yield Check(name, "OK", f"{found}, if a replica fits on a host" if within == "auto" else found)
 
 
 def _is_listed(file: Path) -> bool:

@@ -38,13 +38,13 @@ def main(argv: list[str] | None = None) -> None:
     add_run_arguments(parser, "location of the full-precision base model, if it was moved")
     formats = (*ADAPTER_FORMATS, "hf", "gguf", "ollama", "kohya")
     parser.add_argument("--format", choices=formats, required=True, help="the format that the other program reads")
-    output_help = "folder (RUN/export-FORMAT), or file for gguf and gguf-lora (RUN/export.gguf, RUN/export-lora.gguf)"
+    output_help = "folder or GGUF file (default: RUN/export-FORMAT, RUN/export.gguf or RUN/export-lora.gguf)"
     parser.add_argument("--output", type=Path, metavar="PATH", help=output_help)
     parser.add_argument(
         "--dtype",
         choices=("auto", *FORMATS),
         default="auto",
-        help="dtype of the weights (auto: the stored base's dtype)",
+        help="dtype of the weights (auto: as stored in the base model)",
     )
     options = parser.parse_args(argv)
     silence_libraries()

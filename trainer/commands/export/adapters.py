@@ -85,7 +85,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     writer.write_tensors_to_file()
     writer.close()
     if len(GGUFReader(output).tensors) != 2 * len(named):
-        raise RuntimeError(f"{output}: does not contain A and B of {len(named)} layers; check the disk")
+        raise RuntimeError(f"{output}: does not contain A and B of all {len(named)} layers; check the disk")
     return len(named)
 
 
@@ -93,7 +93,7 @@ def _find_gguf_name(layer: str, config: Any) -> str:
     names = get_tensor_name_map(ARCHITECTURES[config.architectures[0]][0], config.num_hidden_layers)
     name = names.get_name(f"{layer}.weight", try_suffixes=(".weight",))
     if name is None:
-        raise UserError(f"--format gguf-lora: {layer} has no name in GGUF; {MERGED}")
+        raise UserError(f"--format gguf-lora: {layer} has no GGUF tensor name; {MERGED}")
     return str(name)
 
 

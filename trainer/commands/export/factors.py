@@ -73,7 +73,7 @@ def read_factors(folder: Path, base_model: str, section: Any, *, complete_groups
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
     if any(path.startswith(towers) for path in factors):
         raise UserError(
-            "vision.train=lora: servers only apply adapters of the language model; export the merged model with "
+            "vision.train=lora: servers apply adapters only to the language model; export the merged model with "
             "--format hf"
         )
     factors |= _build_missing_parts(factors, model)
@@ -197,7 +197,7 @@ class _CheckpointNames:
                     match = re.search(r"\.(\d+)\.(\w+)\.weight$", stored)
                     is_known = match or stored.removesuffix(".weight").endswith((*PARTS, *STORED_AS))
                     if ".experts." not in stored or not is_known:
-                        raise _build_error(f"{stored}: this checkpoint stores experts under this name")
+                        raise _build_error(f"{stored}: this is not a known name for expert weights")
                     for candidate in PARTS[name] if match else ():
                         assert match is not None
                         if match[2] in STORED_AS[candidate][: 2 if name == GATE_UP else None]:
@@ -211,13 +211,13 @@ class _CheckpointNames:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:
             raise UserError(
-                f"{parameter}: is not in the base model; pass the one that the adapter was trained on with --base-model"
+                f"{parameter}: is not in the base model; pass the adapter's original base model with --base-model"
             ) from error
         empty = torch.empty(weight.shape, device="meta")
         try:
             return weight, self._revert(self._model, {parameter: empty})
         except ValueError as error:  # the conversion also needs other parameters
-            raise _build_error(f"{parameter}: this checkpoint stores it together with others") from error
+            raise _build_error(f"{parameter}: this checkpoint stores it fused with other weights") from error
 
 
 def _build_error(problem: str) -> UserError:

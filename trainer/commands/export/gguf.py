@@ -40,13 +40,13 @@ Array = numpy.ndarray[Any, Any]
 
 
 def check_architecture(config: Any, format_: str = "gguf") -> None:
-    """Raise UserError unless models with this configuration (`gguf-lora`: their adapters) can be exported."""
+    """Raise UserError unless the model, or for formats other than `gguf` its adapter, can be exported."""
     name = (config.architectures or ["unknown"])[0]
     fix = USE_SCRIPT
     if format_ != "gguf":
-        fix = "write --format vllm, and convert that folder with llama.cpp's convert_lora_to_gguf.py"
+        fix = "use --format vllm, and convert the output with llama.cpp's convert_lora_to_gguf.py"
     if name not in ARCHITECTURES:
-        raise UserError(f"--format {format_}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
+        raise UserError(f"--format {format_}: {name} is not supported (only {', '.join(ARCHITECTURES)}); {fix}")
     if format_ != "gguf":
         return  # adapter files contain no positional encoding
     kind = config.rope_parameters.get("rope_type", "default")
@@ -56,7 +56,7 @@ def check_architecture(config: Any, format_: str = "gguf") -> None:
         raise UserError(f"--format gguf: rotary embedding of type {kind} is not supported for {name}; {fix}")
     if config.hidden_act not in ("silu", "swish"):
         raise UserError(
-            f"--format gguf: llama.cpp computes {name} with SiLU, not with {config.hidden_act}; use --format hf"
+            f"--format gguf: llama.cpp uses SiLU for {name}, but the model uses {config.hidden_act}; use --format hf"
         )
 
 
@@ -148,7 +148,7 @@ def _list_stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTe
                 part = handle.get_slice(original)
                 name = names.get_name(original, try_suffixes=(".weight", ".bias"))
                 if name is None:
-                    raise UserError(f"--format gguf: {original} has no name in GGUF; {USE_SCRIPT}")
+                    raise UserError(f"--format gguf: {original} has no GGUF tensor name; {USE_SCRIPT}")
                 current = STORED_AS.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
                 kind = _choose_format(shape, current if dtype == "auto" else dtype)

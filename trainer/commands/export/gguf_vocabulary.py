@@ -114,8 +114,8 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
 def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
     """Return whether llama.cpp should add a leading space.
 
-    Uses the tokenizer's own setting, unless only the opposite tokenizes chats as in training. Raises UserError for
-    unsupported normalizers or pre-tokenizers.
+    This is the tokenizer's own setting, unless only the opposite makes llama.cpp tokenize chats as in training.
+    Raises UserError for unsupported normalizers or pre-tokenizers.
     """
     normalizers, splitters = (
         _list_steps(state["normalizer"], "normalizers"),
@@ -178,6 +178,6 @@ def _find_split_name(state: dict[str, Any]) -> str:
             if name and not whole_words:
                 return name
     raise UserError(
-        f"--format gguf: llama.cpp has no known name for this tokenizer's rules ({' and '.join([*changes, *kinds])}); "
+        f"--format gguf: no known llama.cpp pre-tokenizer matches this tokenizer ({' and '.join([*changes, *kinds])}); "
         + USE_SCRIPT
     )

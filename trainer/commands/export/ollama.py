@@ -143,7 +143,7 @@ def build_modelfile(
         template = build_text_template(prompt_format)
         lines.append("# No TEMPLATE: Ollama would change it." if template is None else f'TEMPLATE """{template}"""')
     elif parts is None:
-        lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses from the GGUF.")
+        lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses one from the GGUF.")
     else:
         lines.append(f'TEMPLATE """{parts.to_go()}"""')
     end = _find_end_of_turn_text(tokenizer) if prompt_format is None and parts is None else None

@@ -1,12 +1,13 @@
-"""Export adapters for vLLM and SGLang: one pair of matrices per layer, checkpoint names, and a single scale.
+"""Export adapters for vLLM and SGLang, which support fewer features than PEFT.
 
-Both read PEFT's two files, but support neither DoRA nor fully trained weights, and only one rank and one alpha. Other
-features are converted:
+Both read PEFT's two files, but need one A and B per layer, the checkpoint's layer names, and the same rank
+and alpha for all layers. Neither supports DoRA or fully trained weights. Everything else is converted:
 
-    scale of every layer      lora_alpha / r, including rsLoRA and patterns (SGLang reads neither)
-    experts                   gate, up and down per expert; SGLang uses these names if the checkpoint has w1, w3, w2,
-                              and vLLM uses w1, w3, w2 for gpt-oss
-    q, k, v and gate, up      SGLang stacks them: all or none of a group, all with rank r; missing factors are zero
+    scale of every layer    lora_alpha / r, including rsLoRA and patterns (SGLang reads neither)
+    experts                 gate, up and down per expert; SGLang uses these names if the checkpoint has
+                            w1, w3, w2, and vLLM uses w1, w3, w2 for gpt-oss
+    q, k, v and gate, up    SGLang stacks them, so it needs all or none of a group, all with rank r;
+                            missing factors are filled with zeros
 """
 
 import json
@@ -91,7 +92,7 @@ def check_adapter_supported(folder: Path, server: str) -> None:
     ]
     if others:
         raise UserError(
-            f"--format {server}: {name} only supports A and B of linear layers, and the adapter has {others[0]} (from "
+            f"--format {server}: {name} only supports A and B of linear layers, but the adapter has {others[0]} (from "
             f"lora.modules_to_save, model.added_tokens or an embedding); {MERGED}"
         )
 

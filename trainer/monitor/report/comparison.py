@@ -39,7 +39,7 @@ class RunData:
 
 
 def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
-    """Write a page that compares runs to `page`, and return `page`. Raises UserError for a folder without metrics."""
+    """Write an HTML comparison to `page`, and return `page`. Raises UserError if `page` exists and is not HTML."""
     if len(folders) > MAX_RUNS:
         raise UserError(f"zerolora report: {len(folders)} runs, but at most {MAX_RUNS} fit on a page; pass fewer runs")
     runs = [_read_run(folder, name) for folder, name in zip(folders, _name_runs(folders), strict=True)]
@@ -63,7 +63,7 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
 
 
 def _sort_key(run: RunData) -> tuple[bool, float]:
-    """Return the key that sorts runs by final held-out loss, then runs without held-out data by training loss."""
+    """Return a key that sorts runs by final held-out loss; runs without one follow, by training loss."""
     held_out, losses = HeldOutLosses.from_records(run.records), extract_metric_values(run.records, "train/loss")
     return held_out is None, held_out.after if held_out else _compute_final_loss(losses) if losses else math.inf
 
@@ -132,7 +132,7 @@ def _list_differences(runs: Sequence[RunData]) -> list[list[str]]:
 
 
 def _collect_answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:
-    """Return each run's answers after training, and the base model's answers if they are the same in all runs."""
+    """Return {prompt: {run: answer after training}}, and the base model's answer as "before" if all runs share it."""
     answers = {}
     for prompt in dict.fromkeys(prompt for run in runs for prompt in run.answers):
         after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}

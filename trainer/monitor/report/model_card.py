@@ -1,7 +1,7 @@
 """Write an adapter's model card, at the end of training and in `zerolora push`.
 
-Cards are uploaded, so they contain no path outside the run's working directory: only the last part of the path is shown
-for other local models and data. The code in the card in a run's folder runs as is.
+Cards are uploaded, so they contain no path outside the run's working directory. Other local models and data
+are shown by the last part of their path. The code in the card of a run's folder runs without changes.
 """
 
 import re
@@ -35,7 +35,7 @@ def is_user_written_card(card: Path) -> bool:
 
 
 def get_public_name(name: str) -> str:
-    """Return the Hub ID of a model or dataset, also for a path in the Hub's cache, or the last part of a local path."""
+    """Return a model's or dataset's Hub ID (also for a path in the Hub's cache), or the last part of a local path."""
     short = shorten_cache_path(name)
     return short if short != name or is_on_hub(name) else Path(name).expanduser().resolve().name
 
@@ -47,10 +47,10 @@ def is_on_hub(name: str) -> bool:
 
 
 def format_python_path(name: str, *, is_uploaded: bool = False) -> str:
-    """Return the Python expression that passes a model or adapter to `from_pretrained`.
+    """Return the Python expression to pass to `from_pretrained` for a model or adapter.
 
-    Paths in the working or home directory become relative to it. Other paths, and all paths in uploaded cards, are
-    replaced with a placeholder.
+    Paths in the working or home directory become relative to it. Other paths, and all paths in uploaded cards,
+    are replaced with a placeholder.
     """
     if is_on_hub(get_public_name(name)):
         return f'"{get_public_name(name)}"'

@@ -134,7 +134,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shorten_cache_path(name: str) -> str:
-    """Return the Hub ID for a path in the Hub's cache; for other names, remove the path of zerolora's cache."""
+    """Return the Hub ID for a path in the Hub's cache; strip zerolora's cache folder from other paths."""
     cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name.rpartition("/.cache/zerolora/")[2]
 

@@ -45,7 +45,7 @@ def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
 def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return (prompt, [(when, `data:` URL)]) for the sample images, omitting unreadable files.
 
-    If there are too many, only the first, the last and evenly spaced other images are returned for each prompt.
+    If a prompt has too many images, returns evenly spaced ones, including the first and the last.
     """
     rows = find_sample_images(run_dir)[: MAX_SHOWN // 2]
     limit = MAX_SHOWN // max(1, len(rows))

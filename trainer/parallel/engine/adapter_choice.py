@@ -34,7 +34,7 @@ class AdapterChoice:
 
     @contextmanager
     def select(self, name: str) -> Iterator[None]:
-        """Select an adapter and its random state within the block, with the random numbers of a separate run."""
+        """Within the block, select an adapter and its own random state, as if it were trained in a separate run."""
         previous, self.selected = self.selected, name
         outside = _read_random_states()
         if name in self._random_states:
@@ -51,9 +51,10 @@ class AdapterChoice:
 
     @contextmanager
     def assign_rows(self, rows: Sequence[tuple[str, int]], device: torch.device) -> Iterator[None]:
-        """Compute each row with its assigned adapter, within the block and when the block is recomputed later.
+        """Compute each row of the batch with its assigned adapter within the block.
 
-        `rows` lists (adapter, tokens) in the order of the batch.
+        `rows` lists (adapter, tokens) in the order of the batch. The assignment stays set after the block, because
+        gradient checkpointing recomputes the pass later.
         """
         previous, self.selected = self.selected, None
         groups = groupby(rows, lambda row: (row[1], self.layouts[row[0]]))

@@ -2,16 +2,16 @@
 
 A small step is host-bound: it launches a few thousand kernels that each take microseconds on the device. A graph is one
 launch. It reads and writes the same memory every time, so inputs are copied into static tensors before a replay, and
-results out of them afterwards. A captured pass must not synchronize with the device.
+results are copied out afterwards. A captured pass must not synchronize with the device.
 
-For autograd a captured pass is one function of the flat buffers, so hooks on them, accumulation, loss scales and
+To autograd, a captured pass is one function of the flat buffers, so hooks on them, accumulation, loss scales and
 reductions work as usual. The gradient of the loss is an input to the second graph, so a replay runs the same kernels
 and computes the same bits as an eager pass. A replay advances torch's random generator as an eager pass does.
 
-All graphs share one memory pool. The forward and the backward graph of a pass are always replayed one after the other,
-after which their memory is free. cuBLAS's workspaces (32 MiB per thread and stream on Hopper) are in the pool too. The
-workspaces of the eager stream are freed, and the next eager pass allocates them again. Graphs contain no collectives,
-so ranks may capture different passes.
+All graphs share one memory pool. The forward and the backward graph of a pass are always replayed one after
+the other, after which their memory is free. cuBLAS's workspaces (32 MiB per thread and stream on Hopper)
+are also in the pool. The workspaces of the eager stream are freed, and the next eager pass allocates them
+again. Graphs contain no collectives, so ranks may capture different passes.
 """
 
 import time

@@ -100,7 +100,7 @@ def build_deepspeed_config(
 
 
 def can_guard_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
-    """Return whether the optimizer can clip gradients and skip steps on the GPU: AdamW, bf16, and stage 1 or 2."""
+    """Return whether gradients can be clipped and steps skipped on the GPU: AdamW, bf16, stage 1 or 2, no offload."""
     has_gpu_optimizer = zero.stage in (1, 2) and not zero.offload_optimizer
     return on_gpu and precision == "bf16" and has_gpu_optimizer and training.optimizer == "adamw"
 
@@ -129,7 +129,7 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
 
 @contextmanager
 def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
-    """Make transformers and PEFT gather partitioned parameters before they read them, within the block (stage 3)."""
+    """Within the block, make transformers and PEFT gather partitioned parameters before reading them (stage 3)."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     announcement = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
@@ -174,7 +174,7 @@ def _register_external_weights(model: torch.nn.Module) -> None:
 
 @replaces("the parameter fetch of stage 3, to time it")
 def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
-    """Return a StragglerWatch that excludes waits for ZeRO-3's all-gathers; None for one rank. A collective call."""
+    """Return a StragglerWatch that excludes waits for ZeRO-3 all-gathers, or None for a single rank (collective)."""
     if ranks.world_size == 1:
         return None
     watch = StragglerWatch(ranks, engine.device, say)
@@ -187,9 +187,10 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
 
 
 def _time_fetches(engine: Engine, waiting: Waiting) -> None:
-    """Wrap DeepSpeed's ZeRO-3 parameter fetch in `waiting()`: only during that call does the compute stream wait.
+    """Wrap DeepSpeed's ZeRO-3 parameter fetch in `waiting()`, to time waits for all-gathers.
 
-    All-gathers and copies out of their buffers run on a separate stream (`fetch_sub_module` in DeepSpeed 0.19.8).
+    The compute stream waits only in this call. All-gathers and copies out of their buffers run on a separate
+    stream (`fetch_sub_module` in DeepSpeed 0.19.8).
     """
     offload = require(engine.optimizer, "parameter_offload", "deepspeed")
     coordinator = require(offload, "get_param_coordinator", "deepspeed")()

@@ -160,7 +160,7 @@ class FlatAdapter:
             self._stack_adapters(common)
 
     def _stack_adapters(self, choice: AdapterChoice) -> None:
-        """Stack the buffers of each bundle's P adapters; each factor is a view [P, *shape] of the stack."""
+        """Stack the buffers of each row group's P adapters, and store factors as views [P, *shape] of the stack."""
         choice.factors = {}
         for names, _ in choice.row_groups:
             first, *others = (choice.names.index(name) for name in names)
@@ -177,9 +177,10 @@ class FlatAdapter:
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
-        """Restore the current views after a block that runs other passes; a pending backward pass may read them.
+        """Restore the current views after a block that runs other passes.
 
-        Without current views (after a graph replay), the block's last views stay, because its pass may need them.
+        A pending backward pass may read them. If no views exist (after a graph replay), the last views created in
+        the block are kept, because the block's own backward pass may need them.
         """
         stacks, factors = self.stacks, self.choice.factors if self.choice else {}
         views = [member.module.__dict__.get("weight") for member in self.members]
@@ -206,7 +207,7 @@ class FlatAdapter:
 
     @contextmanager
     def build_stacks_only(self) -> Iterator[None]:
-        """Create only stacks, not views, within the block, in which no adapter module may read its weight."""
+        """Within the block, create stacks of factors without views for modules, which must not read their weights."""
         self._builds_views = False
         try:
             yield
@@ -231,7 +232,7 @@ class FlatAdapter:
 
 @replaces("the factors that PEFT reads in a forward pass")
 def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
-    """Move a PEFT model's trained LoRA factors into flat buffers, and register these; return None without factors."""
+    """Move a model's trained LoRA factors into registered flat buffers, separate for A and B with `separate_up`."""
     from peft.tuners.lora import LoraLayer
 
     pairs: list[tuple[Member, Member]] = []

@@ -1,4 +1,4 @@
-"""Handle weights that transformers keeps in fp32 in a 16-bit model, such as a router's biases."""
+"""Preserve weights that transformers keeps in fp32 in a 16-bit model, such as a router's biases."""
 
 import re
 from collections.abc import Iterator

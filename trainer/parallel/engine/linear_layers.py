@@ -15,9 +15,10 @@ def find_base_model(model: Any) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x W^T + b: an nn.Linear, or a subclass that does in a test on a small instance.
+    """Return whether a module is an nn.Linear, or a subclass that also computes x W^T + b.
 
-    Falcon's linear layers are such a subclass. MoE routers are subclasses too, but return additional values.
+    Subclasses are tested on a small instance. Falcon's linear layers pass. MoE routers fail, because they
+    return additional values.
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _computes_linear(kind))

@@ -43,7 +43,7 @@ def build_optimizer(
             # Under ZeRO-3 a partitioned parameter is flat, and DeepSpeed stores its shape. A flat adapter has matrices.
             dimensions = 2 if name.startswith(FLAT) else len(get_full_shape(parameter))
             if kind.needs_matrices and dimensions != 2:
-                problem = f"trains only matrices, and {name} has {dimensions} dimensions"
+                problem = f"trains only matrices, but {name} has {dimensions} dimensions"
                 raise UserError(f"training.optimizer={training.optimizer}: {problem}; use adamw")
             is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
             index = int(name.removeprefix(FLAT)) if adapters else 0
@@ -99,15 +99,15 @@ def compute_rates(schedule: Any, total_steps: int) -> list[float]:
 
 
 def has_positive_rate(schedule: Any) -> bool:
-    """Return whether any step so far had a positive learning rate; the first warm-up step does not."""
+    """Return whether any step so far had a positive learning rate (the first step of a warm-up has rate 0)."""
     return sum(compute_rates(schedule, schedule.last_epoch)) > 0
 
 
 @contextmanager
 def use_averaged_weights(engine: Engine) -> Iterator[None]:
-    """Use averaged weights in the model within the block, if the optimizer computes them; a collective call.
+    """Use the optimizer's averaged weights in the model within the block, if it computes them.
 
-    The original weights are restored bit for bit.
+    This is a collective call. The original weights are restored bit for bit.
     """
     optimizer: Any = engine.basic_optimizer
     groups = optimizer.param_groups

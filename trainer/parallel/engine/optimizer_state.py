@@ -32,7 +32,10 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Shard:
-    """Maps `length` elements of a trained tensor, from `param_start`, to `partition`, from `partition_start`."""
+    """Maps a range of a trained tensor to a range of a partition, both of `length` elements.
+
+    The ranges start at `param_start` in the flattened tensor and at `partition_start` in `partition`.
+    """
 
     name: str
     partition: torch.Tensor
@@ -195,7 +198,7 @@ class EngineState:
             group.update(counted)
 
     def count_steps_taken(self) -> int:
-        """Return the optimizer's step count; 1 if it has moments but does not count steps, 0 without moments."""
+        """Return the number of optimizer steps taken: 0 without moments, 1 with moments but without a step count."""
         counted = max(group.get("k", 1) for group in self._optimizer.param_groups)
         entries = [entry for partition in self._partitions if (entry := self._optimizer.state.get(partition))]
         steps = [entry.get("step", counted) for entry in entries]

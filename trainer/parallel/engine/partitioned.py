@@ -27,12 +27,12 @@ def get_full_size(parameter: Tensor) -> int:
 
 
 def is_gathered(parameter: Tensor) -> bool:
-    """Return whether this rank has the full parameter, and no gather is in progress."""
+    """Return whether this rank has the full parameter, with no all-gather in flight."""
     return not is_partitioned(parameter) or require(parameter, "ds_status", "deepspeed").name == "AVAILABLE"
 
 
 def get_local_shard(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a partitioned parameter, flat; the last ranks' shards are padded."""
+    """Return this rank's flat shard of a partitioned parameter, padded to the same size on all ranks."""
     return require(parameter, "ds_tensor", "deepspeed")
 
 
@@ -41,7 +41,7 @@ def get_partition_group(parameter: Tensor) -> Any:
 
 
 def require_partitioned(parameters: Iterable[Tensor]) -> None:
-    """Raise UserError unless stage 3 has marked all parameters, as shards would otherwise look like full parameters."""
+    """Raise UserError if a parameter lacks stage 3's `ds_id`, without which a shard looks like the full parameter."""
     if not all(map(is_partitioned, parameters)):
         raise build_api_error("deepspeed", "stage 3 leaves trained parameters without `ds_id`")
 

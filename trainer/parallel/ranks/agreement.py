@@ -31,7 +31,7 @@ from trainer.parallel.ranks.progress import WAITING_PHASE, phase
 
 PACKAGES = ("trainer", "ops")
 FIXES = {
-    "code": "use one checkout on a shared file system, or bring all hosts to the same commit",
+    "code": "use one checkout on a shared file system, or check out the same commit on all hosts",
     "configuration": "give every rank the same file and settings",
     "device": "run `zerolora doctor` on the host that differs",
 }
@@ -69,9 +69,9 @@ class World:
 def check_ranks_agree(ranks: Ranks, settings: str, run_dir: Path, timeout_minutes: float, token: str = "") -> World:
     """Check that all ranks agree; every rank must call this before the process group is formed.
 
-    `settings` is the configuration as JSON. `token` identifies rank 0's lock in `run_dir`, which every rank must see.
-    Raises UserError on every rank, naming the hosts that differ; TimeoutError on rank 0 if a rank does not arrive
-    within `timeout_minutes`.
+    `settings` is the configuration as JSON. `token` identifies the lock that rank 0 holds in `run_dir`. A rank that
+    does not see this lock does not share the folder; an empty token skips this check. Raises UserError on every rank,
+    naming the hosts that differ, and TimeoutError on rank 0 if a rank does not arrive within `timeout_minutes`.
     """
     report = build_report(ranks, settings)
     if ranks.world_size == 1:
@@ -169,7 +169,7 @@ def find_differences(reports: Sequence[RankReport]) -> list[tuple[str, str]]:
 
 
 def check_shared_folder(reports: Sequence[RankReport], output_dir: str) -> list[str]:
-    """Return a list with an error message if hosts do not share rank 0's output folder; an empty list if they do."""
+    """Return a list with one error if some hosts cannot see rank 0's output folder, else an empty list."""
     hosts = dict.fromkeys(report.host for report in reports if not report.sees_folder)
     if not hosts:
         return []
@@ -222,7 +222,7 @@ def _exchange(store: Any, ranks: Ranks, report: RankReport, timeout: timedelta, 
 
 
 def _send_to_all(store: Any, ranks: Ranks, text: str) -> str:
-    """Return rank 0's text on every rank, once all ranks have it, because the store closes when rank 0 exits."""
+    """Return rank 0's `text` on every rank after all have read it, because the store closes when rank 0 exits."""
     if ranks.is_main:
         store.set("answer", text)
     else:

@@ -38,7 +38,7 @@ Within = Literal["auto", "host", "all"] | int
 
 @dataclass(frozen=True)
 class Ranks:
-    """The process's rank among `world_size` processes, and its `local_rank` on its host."""
+    """The global rank and local rank of this process, and the world size."""
 
     rank: int
     world_size: int
@@ -50,7 +50,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: dict[str, str] | None = None, *, expected: int | None = None) -> "Ranks":
-        """Read the variables that the launcher sets. Without them the run has one rank.
+        """Read this process's ranks from the launcher's environment variables; default to a single rank.
 
         Raises UserError if the number of ranks is not `expected`, or if the variables contradict each other.
         """
@@ -108,17 +108,18 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
 
 @replaces("DeepSpeed's shared-memory all-reduce for CPU ranks")
 def skip_shm_build() -> AbstractContextManager[None]:
-    """Skip the build of DeepSpeed's shared-memory all-reduce for CPUs, which only tensor parallelism uses.
+    """Skip the build of DeepSpeed's shared-memory all-reduce for CPUs.
 
-    Compiling it takes 40 s on two cores, on the first run and again after another environment with the same Python has
-    built it. Ranks on the same host would also leave 66 MiB each in /dev/shm (DeepSpeed 0.19.8, shm.cpp).
+    Only tensor parallelism uses it. It takes 40 s to compile on two cores, both on the first run and whenever
+    another environment with the same Python version has replaced the build. Each rank of a host would also
+    leave 66 MiB in /dev/shm (DeepSpeed 0.19.8, shm.cpp).
     """
     backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute, deepspeed.comm.torch is torch itself
     return patch_attribute(backend, "build_shm_op", lambda: None, "deepspeed")
 
 
 def explain_taken_port(error: dist.DistNetworkError) -> Exception:
-    """Return a UserError about --master-port if the port is taken (only on rank 0), otherwise `error`."""
+    """Convert a port conflict (only on rank 0) to a UserError about --master-port; return other errors unchanged."""
     if "EADDRINUSE" not in str(error):
         return error
     return UserError(format_port_error(int(os.environ["MASTER_PORT"]), "Address already in use", get_host_name()))
@@ -152,7 +153,7 @@ def set_rendezvous_variables(ranks: Ranks) -> None:
 
 
 def _discover_through_mpi(ranks: Ranks) -> None:
-    """Make DeepSpeed send the address of rank 0's host, and a free port on it, to all ranks."""
+    """Set rank 0's address and a free port on all ranks through DeepSpeed's MPI discovery, which needs mpi4py."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -178,9 +179,10 @@ def leave_process_group(*, together: bool = False) -> None:
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """Exit as Python does, but without running library destructors, during which gloo threads sometimes abort.
+    """Exit without running C++ destructors, in which gloo threads sometimes abort.
 
-    Under MPI the destructors run, because MPI must be finalized.
+    Threads are joined, exit handlers run and output is flushed, as in a normal exit. Under MPI, this is a
+    normal exit, because MPI must be finalized.
     """
     if "mpi4py.MPI" in sys.modules:
         sys.exit(exit_code)

@@ -44,7 +44,7 @@ NEEDED_BY_EVERY_RUN = (
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules through the other finders, and patches functions while such a module is executed."""
+    """Import finder that applies patches while a module in COMPILE or AVAILABILITY_CHECKS is executed."""
 
     def __init__(self) -> None:
         self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS) if name not in sys.modules}

@@ -38,7 +38,10 @@ def find_collective(frame: FrameType | None) -> str | None:
 
 
 def find_location(frame: FrameType | None) -> str | None:
-    """Return zerolora's innermost frame in a stack, such as "trainer/step.py:134 train_step", or BUILD_LOCK."""
+    """Return zerolora's innermost frame in a stack, such as "trainer/step.py:134 train_step".
+
+    Returns BUILD_LOCK if the stack waits for the lock of an extension build, and None if it has no zerolora frame.
+    """
     while frame is not None:
         path = frame.f_code.co_filename
         if path.endswith("torch/utils/file_baton.py"):
@@ -106,7 +109,7 @@ class ActivityDetector:
 
 
 def read_free_host_memory() -> float:
-    """Return how many GiB of host memory are free for this process, on the machine or, if less, in its cgroup."""
+    """Return the host memory available to this process in GiB, within its cgroup's memory limit."""
     free = [float(psutil.virtual_memory().available)]
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Record the step and phase of this process for the watchdog, in one or two microseconds."""
+"""Record this process's step and phase for the watchdog; each update takes one or two microseconds."""
 
 import os
 import time
@@ -41,7 +41,7 @@ class Progress:
         self.attribute_failures_to(step)
 
     def attribute_failures_to(self, step: int) -> None:
-        """Attribute later failures to `step`, since its results are read from the device one step later."""
+        """Set the step to report on a failure, because a step's results are read from the device one step later."""
         self.step = step
         if self.write_step is not None:
             self.write_step(step, self.first_step)

@@ -1,8 +1,9 @@
-"""Share sequences among the ranks of a group, which exchange tokens for attention heads (Ulysses).
+"""Split sequences across the ranks of a group (Ulysses sequence parallelism).
 
-Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives the rank all
-tokens for some heads, and another one after attention gives it all heads for its tokens. The backward pass of an
-exchange is the inverse exchange, so weight gradients are summed over the ranks, as if the ranks had different samples.
+Outside attention, every rank computes one part of each sequence. An all-to-all before attention gives a
+rank all tokens for some of the heads; another one after attention gives it all heads for its own tokens.
+The backward pass of an exchange is the inverse exchange. Weight gradients are therefore summed over the
+ranks, as if the ranks had different samples.
 
 Shapes: B rows, H heads, L tokens in the full sequence, D head size, N ranks in the group.
 """
@@ -22,7 +23,7 @@ from trainer.parallel.ranks.group import Ranks, list_shard_groups
 
 
 def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
-    """Raise UserError unless the ranks can be divided into the groups that share sequences or the base model."""
+    """Raise UserError if the ranks cannot be divided into sequence groups or, at stage 3, shard groups."""
     if world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(
@@ -34,9 +35,9 @@ def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
 
 
 def form_sequence_group(ranks: Ranks, size: int) -> SequencePart | None:
-    """Form the groups and return this rank's part of its sequences; None if `size` is 1. A collective call.
+    """Create the sequence groups; return this rank's part, or None if `size` is 1. A collective call.
 
-    Consecutive ranks share a sequence, since they are usually on the same host.
+    Consecutive ranks form a group, since they are usually on the same host.
     """
     if size == 1:
         return None

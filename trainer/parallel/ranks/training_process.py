@@ -31,9 +31,10 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
 def set_up_process() -> None:
-    """Make the process exit immediately when its parent exits and, until `StopRequest` handles signals, on a signal.
+    """Set up the process before torch is imported: exits, signals and the import path.
 
-    Later imports are lean (lean_imports.py), and the working directory is not on the import path.
+    The process exits immediately when its parent exits and, until `StopRequest` handles signals, on SIGTERM, SIGINT and
+    SIGUSR1. Unneeded imports are skipped (lean_imports.py), and the working directory is removed from the import path.
     """
     open_closed_descriptors()
     if not sys.flags.safe_path and str(CHECKOUT) in sys.path[1:]:

@@ -144,7 +144,10 @@ class ImageBatches(GlobalBatches):
 def iterate_evaluation_images(
     samples: ImageSamples, *, batch_size: int, rank: int, world_size: int
 ) -> Iterator[ImageBatch]:
-    """Yield this rank's batches of held-out images, with fixed timesteps and noise; all ranks get equally many."""
+    """Yield this rank's batches of held-out images, with fixed timesteps and noise.
+
+    All ranks yield the same number of batches; a rank without images left yields an image with zero weight.
+    """
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)

@@ -1,6 +1,7 @@
-"""Cache image latents from the VAE and conditions (outputs) from the text encoders, keyed by content and settings.
+"""Cache encoded images and captions, keyed by their content and the settings.
 
-The VAE encodes an image as a mean and a standard deviation, from which training draws a new sample each time.
+Images are stored as VAE latents, captions as the outputs of the text encoders (conditions). The VAE
+encodes an image as a mean and a standard deviation, from which training draws a new sample each time.
 """
 
 from collections import Counter
@@ -206,7 +207,7 @@ def _list_warnings(plan: _Plan) -> list[str]:
     empty = sum(not image.caption for image in plan.images)
     enlarged = sum(resize.scaled_size[0] > image.width for image, resize in zip(plan.images, plan.resizes, strict=True))
     changes["have an empty caption; to drop captions randomly, set image.caption_dropout"] = empty
-    changes["are smaller than their training size, so enlarging blurs them"] = enlarged
+    changes["are smaller than their training size, so upscaling blurs them"] = enlarged
     return [f"{count:,} of {total:,} images {text}" for text, count in changes.items() if count]
 
 

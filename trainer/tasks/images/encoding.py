@@ -129,7 +129,7 @@ def encode_latent(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _build_random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of a random latent, seeded with the pixels, for a random pipeline."""
+    """Return the mean and standard deviation of a random pipeline's latent, which depends only on the pixels."""
     small = torch.nn.functional.avg_pool2d(pixels[None], pipeline.downsampling)[0].mean(0, keepdim=True)
     generator = torch.Generator().manual_seed(int((small.double().sum() * 1e6).item()) % 2**31)
     mean = torch.randn(pipeline.channels, *small.shape[1:], generator=generator) + small
@@ -165,9 +165,9 @@ def describe_truncated_captions(pipeline: Pipeline, captions: Sequence[str]) -> 
         lengths = [len(ids) for ids in tokenizer(list(captions)).input_ids]
         encoders.setdefault(limit, []).append(name)
         too_long[limit] = max(too_long.get(limit, 0), sum(length > limit for length in lengths))
-    more = [f"; {' and '.join(names)} accept up to {limit}" for limit, names in encoders.items() if not too_long[limit]]
+    more = [f"; up to {limit} for {' and '.join(names)}" for limit, names in encoders.items() if not too_long[limit]]
     return [
-        f"{count:,} of {len(captions):,} captions are cut to {limit} tokens for "
+        f"{count:,} of {len(captions):,} captions are truncated to {limit} tokens for "
         f"{' and '.join(encoders[limit])}{''.join(more)}"
         for limit, count in too_long.items()
         if count

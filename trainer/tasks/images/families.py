@@ -55,7 +55,7 @@ PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
 def _encode_captions(
     pipeline: Any, captions: Sequence[str], device: torch.device, *, indices: dict[str, int], **options: Any
 ) -> Conditions:
-    """Return the conditions for captions, found at `indices` in the result of diffusers' `encode_prompt`."""
+    """Encode captions with diffusers' `encode_prompt`, and return its results at `indices` by name."""
     encoded = pipeline.encode_prompt(list(captions), device=device, **options)
     return {name: encoded[index] for name, index in indices.items()}
 

@@ -47,7 +47,7 @@ def load_shapes() -> dict[str, PublishedShape]:
 
 
 def find_published_shape(base_model: str) -> tuple[PublishedShape, dict[str, Any]] | None:
-    """Return the shape in `random:SHAPE,key=value,...`, and its settings with these changes; None for other names."""
+    """Return the published shape in a name `random:SHAPE,key=value,...`, and its settings with these changes."""
     if not is_random(base_model):
         return None
     name, changes = parse_name(base_model)
@@ -260,10 +260,10 @@ def _find_folder(base_model: str, section: ModelSection, patterns: Sequence[str]
 
 
 def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tuple[str, bool] | None:
-    """Return the pipeline that completes a single weights file, and whether the file has more than the denoiser.
+    """Return the pipeline that provides the missing parts of a single weights file; None for other models.
 
-    The pipeline is `model.pipeline`, by default the published one that diffusers recognizes. Returns None for
-    other models.
+    This is `model.pipeline` or, by default, the published pipeline that diffusers recognizes. Also returns
+    whether the file contains more than the denoiser.
     """
     if not _is_single_file(file := Path(base_model).expanduser()):
         return None

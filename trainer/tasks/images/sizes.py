@@ -50,7 +50,7 @@ def fit_to_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> 
 
 
 def check_sizes(image: ImageSection, multiple: int) -> None:
-    """Raise UserError for sizes that are not multiples of `multiple`, the pixels per latent patch."""
+    """Raise UserError if image.resolution (or bucket_step, with buckets) is not a multiple of `multiple` pixels."""
     settings = {"resolution": image.resolution} | ({"bucket_step": image.bucket_step} if image.buckets else {})
     for name, value in settings.items():
         if value % multiple:

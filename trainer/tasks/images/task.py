@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class ImageTask(Task):
-    """Diffusers pipelines. A sample is an image with its caption."""
+    """Task for image models (diffusers pipelines); a sample is an image with its caption."""
 
     title = "an image model"
     batch_units = ("images",)
@@ -48,7 +48,7 @@ class ImageTask(Task):
     def __init__(
         self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, say: Say
     ) -> None:
-        """`config` must have every `auto` resolved."""
+        """Set up the task; every `auto` in `config` must be resolved."""
         self._config, self._ranks, self._device, self._say = config, ranks, device, say
         self._dtype, self.sample_every = DTYPES[precision], config.image.sample_every or 0
         self._pipeline: Pipeline = prepared.model_config

@@ -206,7 +206,7 @@ class LayerShards:
         among = "" if self._group is None else f" over {dist.get_world_size(self._group)} ranks"
         return (
             f"base: sharded in {len(self.units)} units{among}, {held:.2f} GiB per rank {where}; gathered one "
-            f"unit ahead, two of at most {largest:.2f} GiB at a time (zero.gather: layer)"
+            f"unit ahead, at most two units of {largest:.2f} GiB at a time (zero.gather: layer)"
         )
 
     def _before_forward(self, index: int, *_: Any) -> None:

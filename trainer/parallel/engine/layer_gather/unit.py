@@ -1,10 +1,9 @@
 """Implement a shard unit of per-layer ZeRO-3: tensors that one collective gathers and that are freed together.
 
 All tensors of a unit, of any dtype, are permanent views of one byte buffer. Gathering allocates the buffer's storage,
-and one all-gather fills it. Freeing releases the memory. No Parameter is replaced, and anything that autograd saved
-for the backward pass (the Parameter, a view, a transpose) sees the gathered bytes again, because all share one storage,
-as in FSDP (Zhao et al. 2023). Reading a unit that is not gathered crashes the process instead of returning wrong
-numbers.
+and one all-gather fills it. Freeing releases the memory. No Parameter is replaced, and anything that autograd saved for
+the backward pass (the Parameter, a view, a transpose) sees the gathered bytes again, because all share one storage, as
+in FSDP (Zhao et al. 2023). Reading a unit that is not gathered crashes the process instead of returning wrong numbers.
 
 Streams: a collective runs on the process group's own stream after earlier work on the compute stream, which then waits
 for the collective. Memory is allocated and freed in the order of the compute stream.
@@ -79,7 +78,7 @@ class ShardedUnit:
         return self._whole.nbytes
 
     def start(self) -> None:
-        """Start the all-gather unless it has started; all ranks must do so in the same order of units."""
+        """Start the all-gather unless it has started; all ranks must start the units in the same order."""
         if self.is_gathered:
             return
         self.is_gathered = True
