@@ -131,7 +131,7 @@ def _save_dequantized(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from trainer.checkpoint.finished_run import silence_libraries
-    from trainer.model.tokenizer_files import tokenizer_files, write_files
+    from trainer.model.tokenizer_files import read_tokenizer_files, write_files
 
     silence_libraries()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -140,7 +140,7 @@ def _save_dequantized(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.save_pretrained(folder)
-    write_files(tokenizer_files(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)), folder)
+    write_files(read_tokenizer_files(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)), folder)
 
 
 def main() -> int:

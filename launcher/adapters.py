@@ -13,7 +13,7 @@ import typer
 from launcher.job_attempts import RESUME_AUTO
 from launcher.supervision.terminal import say
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.yaml_core import parse_yaml, read_text
+from trainer.config.yaml_core import parse_yaml, read_config_text
 from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes
 
 
@@ -28,7 +28,7 @@ def adapters(
     if changes is None:
         raise UserError(f"{run}: is not a run with several adapters; pass the output_dir of one")
     if action == "add":
-        tree = parse_yaml(Path(target), read_text(Path(target))).tree
+        tree = parse_yaml(Path(target), read_config_text(Path(target))).tree
         added = tree.get("adapters") or [tree]
     elif action != "remove":
         raise UserError(f"zerolora adapters {action}: unknown action; use add or remove")

@@ -23,7 +23,7 @@ def main() -> None:
     # Until launcher/entry.py is imported, Ctrl-C terminates the process silently, without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     exclude_working_folder()
-    if foreign := find_foreign_package():
+    if foreign := describe_shadowed_package():
         print(f"error: {foreign}", file=sys.stderr)
         sys.exit(2)
     from launcher.entry import SignalInterrupt, run
@@ -43,7 +43,7 @@ def exclude_working_folder() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 
 
-def find_foreign_package() -> str | None:
+def describe_shadowed_package() -> str | None:
     """Return an error message if another package shadows one of ours, without importing any of them."""
     from importlib.util import find_spec
     from pathlib import Path

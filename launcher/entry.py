@@ -30,9 +30,9 @@ class SignalHandler:
         self._process = os.getpid()
         self.number = 0
         for number in SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, self._handle_signal)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.number or os.getpid() != self._process:
             os._exit(get_signal_exit_code(number))  # on a second signal, or in a worker forked by a library
         self.number = number

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.supervision.remote import RemoteRanks, SrunRanks, SshRanks
 from launcher.supervision.terminal import say
-from launcher.targets.hostfile import Slots, check_reachable, choose_slots, read_hostfile
+from launcher.targets.hostfile import Slots, check_reachable, filter_slots, read_hostfile
 from launcher.targets.local import Command, build_hostfile_command, build_local_command
 from launcher.targets.mpi import build_mpirun_command
 from launcher.targets.slurm import build_srun_command, read_allocation
@@ -120,7 +120,7 @@ def select_slots(request: LaunchRequest) -> Slots:
     else:
         gpus = list_visible_gpus() or list(range(request.num_gpus or CPU_RANKS))
         slots = {"localhost": list(range(len(gpus)))}
-    return choose_slots(slots, **request.get_filters())
+    return filter_slots(slots, **request.get_filters())
 
 
 def _resolve_address(host: str) -> str | None:

@@ -16,15 +16,15 @@ from launcher.module import exec_module
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import find_nearest, to_text
 from trainer.config.yaml_core import parse_scalar
-from trainer.contract.home import HOME
+from trainer.contract.home import ZEROLORA_HOME
 from trainer.contract.output_files import check_settings_file
 
-CONFIGS = HOME / "configs"
+CONFIGS = ZEROLORA_HOME / "configs"
 HUB_TIMEOUT_S = 4.0
 # Preset name -> file in configs/.
-_SAME_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
+_FILE_PRESETS = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
     mixtral-8x7b scu-kl dpo kto reward vision sdxl sd3.5-medium flux-dev flux2-klein"""
-PRESETS = {name: name for name in _SAME_NAMES.split()} | {
+PRESETS = {name: name for name in _FILE_PRESETS.split()} | {
     "olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m",
 }  # fmt: skip
 # Model name prefix -> preset, if the prefix differs from the preset's name.

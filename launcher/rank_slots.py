@@ -25,7 +25,7 @@ class RestartPlan:
     """Number of available slots; some stay idle if it does not divide the global batch size."""
 
 
-class RankSlots:
+class RestartPlanner:
     """Plans restarts on a run's slots, which are numbered by their rank in the first attempt."""
 
     def __init__(self, request: LaunchRequest, logs: Path, build: CommandBuilder) -> None:
@@ -52,19 +52,19 @@ class RankSlots:
         name = f"GPU {self._numbers[slot]}" if self._numbers else f"the slot of rank {slot}"
         return name, frozenset({slot})
 
-    def plan_restart(self, excluded: frozenset[int], total: int | None) -> RestartPlan:
-        """Plan a restart on the largest number of available slots that divides `total`, or on all if `total` is None.
+    def plan_restart(self, excluded: frozenset[int], global_batch_size: int | None) -> RestartPlan:
+        """Plan a restart on as many available slots as divide `global_batch_size`, or on all if it is None.
 
         Skips slots in `excluded` and prints lost hosts and GPUs. Raises UserError if no slot is available.
         """
         if self._launcher == "local":
-            return self._plan_local(excluded, total)
+            return self._plan_local(excluded, global_batch_size)
         if self._launcher == "hostfile":
             # A run that is not elastic may use hosts added to the file since it started.
-            host_slots = self._host_slots if total is not None else _flatten(select_slots(self._request))
-            return self._plan_hosts(host_slots, excluded, total)
+            host_slots = self._host_slots if global_batch_size is not None else _flatten(select_slots(self._request))
+            return self._plan_hosts(host_slots, excluded, global_batch_size)
         if self._allocation is not None:
-            return self._plan_nodes(self._allocation, excluded, total)
+            return self._plan_nodes(self._allocation, excluded, global_batch_size)
         unchanged = plan_launch(self._request, self._logs)
         ranks = unchanged[0]([]).ranks
         return RestartPlan(unchanged, tuple(range(ranks)), ranks)

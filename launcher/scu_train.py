@@ -31,9 +31,9 @@ from trainer.config.scu_flags import (
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK
 
-FREE_GIB = 10.0
+MIN_FREE_GIB = 10.0
 # Demo data from the standard library's sources; written by a child process, because the launcher imports no torch.
-DEMO_DATA = (
+DEMO_DATA_CODE = (
     "import os; from pathlib import Path; from trainer.data.demo_data import build_demo_data; "
     "print(*build_demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
 )
@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def check_requirements(output: Path) -> int:
     """Check packages, GPU driver and disk space, and print the results; return 1 if a check fails."""
-    checks = [*check_packages(), *check_driver(), check_space("disk: output_dir", output, FREE_GIB)]
+    checks = [*check_packages(), *check_driver(), check_space("disk: output_dir", output, MIN_FREE_GIB)]
     print_checks(checks, as_json=False)
     return EXIT_FAILED if any(check.state == "FAIL" for check in checks) else EXIT_OK
 
@@ -80,7 +80,7 @@ def check_requirements(output: Path) -> int:
 def _prepare_data(options: argparse.Namespace) -> tuple[str, str | None]:
     if options.data is not None:
         return options.data, None
-    result = subprocess.run([sys.executable, "-c", DEMO_DATA], stdout=subprocess.PIPE, text=True)
+    result = subprocess.run([sys.executable, "-c", DEMO_DATA_CODE], stdout=subprocess.PIPE, text=True)
     if result.returncode:
         raise UserError("--data: the demo data could not be written (see above); pass your own file")
     train, held_out = result.stdout.splitlines()[-2:]

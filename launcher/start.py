@@ -11,12 +11,12 @@ from pathlib import Path
 from launcher.adapters import record_arguments
 from launcher.job_attempts import record_attempt, record_attempt_end
 from launcher.plan import CPU_RANK_VARIABLES, ENVIRONMENT_FILE, CommandBuilder, LaunchPlan, LaunchRequest, plan_launch
-from launcher.rank_slots import RankSlots
+from launcher.rank_slots import RestartPlanner
 from launcher.status import record_job
-from launcher.supervision.prestarted_ranks import FAILED, PrestartedRanks
+from launcher.supervision.prestarted_ranks import CHECKS_FAILED, PrestartedRanks
 from launcher.supervision.processes import run_child
 from launcher.supervision.remote import RemoteRanks, SrunRanks, SshRanks
-from launcher.supervision.restarts import AttemptResult, Restarts
+from launcher.supervision.restarts import AttemptResult, RestartLoop
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, print_progress, restore_terminal, say, share_stdout
 from launcher.targets.local import write_environment
@@ -27,7 +27,7 @@ from trainer.config.files import Positive, UnreadableFileError, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOP_CODES
 from trainer.contract.folder_lock import FolderLock, check_not_locked
 from trainer.contract.known_versions import get_installed_version
-from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.launcher_process import export_launcher_identity
 from trainer.contract.rank_arguments import encode_command
 
 DEFAULT_RESTARTS = 3
@@ -49,7 +49,7 @@ def start(
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
     if not dry_run:
-        tie_children_to_this_process()
+        export_launcher_identity()
         if request.resolve_launcher() == "hostfile":  # takes as long as the slowest login
             print_progress(f"connecting to the hosts of {request.hostfile}")
     build, remote = plan_launch(request, logs)
@@ -68,14 +68,14 @@ def start(
     check_inputs_and_output(loaded.config)
     terminal_fd = share_stdout()
     with PrestartedRanks.start(command) if remote is None else nullcontext() as prestarted:
-        slots = RankSlots(request, logs, build)
+        slots = RestartPlanner(request, logs, build)
         hang_timeout = loaded.config.training.hang_timeout
         if prestarted is not None:
             code = prestarted.wait_for_checks(hang_timeout)
         else:
             # Check here, on behalf of remote ranks. Print only progress; rank 0 prints notes and warnings later.
             prepare = ["trainer.commands.prepare_run", "--phases", *arguments, f"--world-size={command.ranks}"]
-            code = run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
+            code = run_child([sys.executable, "-m", "launcher.module", *prepare], CHECKS_FAILED)
         if code:
             return code
         with FolderLock.acquire(run_dir, resumes=resumes, say=say) as lock:
@@ -84,7 +84,7 @@ def start(
             record_arguments(loaded.config, list(arguments))
             rank_arguments = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
             first_plan = (build, remote)
-            code = Attempts(rank_arguments, loaded.config, first_plan, slots, prestarted, terminal_fd).train()
+            code = AttemptRunner(rank_arguments, loaded.config, first_plan, slots, prestarted, terminal_fd).train()
             if is_job_attempt and lock.is_held:
                 with suppress(OSError, UnreadableFileError):  # an unreadable folder does not change the exit code
                     record_attempt_end(run_dir, os.environ, code)
@@ -95,7 +95,7 @@ def get_version() -> str:
     return get_installed_version("zerolora") or "(not installed)"  # in an uninstalled checkout
 
 
-class Attempts:
+class AttemptRunner:
     """Starts and restarts a run's ranks, while the caller holds the lock of the run's folder."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Attempts:
         arguments: Sequence[str],
         config: RunConfig,
         first_plan: LaunchPlan,
-        slots: RankSlots,
+        slots: RestartPlanner,
         prestarted: PrestartedRanks | None,
         terminal_fd: int,
     ) -> None:
@@ -125,16 +125,16 @@ class Attempts:
         self._max_restarts = resolve_max_restarts(self._training.max_restarts, remote)
 
     def train(self) -> int:
-        return Restarts(
+        return RestartLoop(
             self._logs.parent,
-            self._start,
+            self._run_attempt,
             max_restarts=self._max_restarts,
             resumes=self._training.resume_from_checkpoint is not None,
             exclude=self._exclude if self._training.elastic else None,
             adapters=self._adapters,
         ).run()
 
-    def _start(self, settings: Sequence[str]) -> AttemptResult:
+    def _run_attempt(self, settings: Sequence[str]) -> AttemptResult:
         settings = list(settings)
         if self._first_plan is not None:
             (build, remote), self._first_plan = self._first_plan, None
@@ -164,7 +164,7 @@ class Attempts:
         restore_terminal()
         failure = None if supervisor.signals else supervisor.failure
         if not (self._training.elastic and self._max_restarts):
-            code = _check_lost_nodes(code, remote)
+            code = _adjust_exit_code(code, remote)
         return AttemptResult.from_heartbeats(self._logs, code, failure, command.ranks)
 
     def _plan_restart(self) -> tuple[CommandBuilder, RemoteRanks | None, list[str]]:
@@ -222,7 +222,7 @@ def resolve_max_restarts(setting: int | None, remote: RemoteRanks | None) -> int
     return 0 if isinstance(remote, SrunRanks) and can_be_requeued(remote.allocation.job_id) else DEFAULT_RESTARTS
 
 
-def _check_lost_nodes(code: int, remote: RemoteRanks | None) -> int:
+def _adjust_exit_code(code: int, remote: RemoteRanks | None) -> int:
     if not isinstance(remote, SrunRanks) or code in (EXIT_OK, EXIT_USAGE, *STOP_CODES):
         return code
     lost = detect_lost_nodes(remote.allocation)

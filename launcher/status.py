@@ -24,13 +24,13 @@ from trainer.contract.whole_files import write_text_atomic
 JOB_FILE, JOB_ID_PATTERN = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
 # Any of these identifies the folder of a run, or of a job that has not started.
 RUN_FILES = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
-COMMENT = "zerolora "
+COMMENT_PREFIX = "zerolora "
 # Heartbeats are written every second or two; a network file system may show them late.
-RECENT_S = 60.0
+MAX_HEARTBEAT_AGE_S = 60.0
 SPEED_STEPS = 20
 SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
 MAX_DURATION_S = 1e12
-ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+ACTIVE_STATES = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 
 
 def status(
@@ -65,7 +65,7 @@ def record_job(job_id: int, run: Path) -> None:
     logs = run / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     write_text_atomic(logs / JOB_FILE, f"{job_id}\n")
-    update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT}{run.absolute()}"]
+    update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT_PREFIX}{run.absolute()}"]
     subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is enough
 
 
@@ -78,11 +78,11 @@ def read_job_id(run: Path) -> str:
     return number if JOB_ID_PATTERN.fullmatch(number) else ""
 
 
-def read_job(number: str) -> list[dict[str, str]]:
+def read_job(job_id: str) -> list[dict[str, str]]:
     """Return SLURM's fields for a job, or for each task in an array; empty if SLURM has no record of the job."""
     if shutil.which("scontrol") is None:
-        raise UserError(f"job {number}: scontrol is missing; run this on the cluster, or use the folder of the run")
-    result = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
+        raise UserError(f"job {job_id}: scontrol is missing; run this on the cluster, or use the folder of the run")
+    result = subprocess.run(["scontrol", "--oneliner", "show", "job", job_id], capture_output=True, text=True)
     if result.returncode:
         return []
     # Values may contain spaces, but not " Name=".
@@ -97,12 +97,12 @@ def read_job(number: str) -> list[dict[str, str]]:
 def find_run_dir(job: Mapping[str, str]) -> Path | None:
     """Return the run's folder from the job's comment, or None."""
     comment = job.get("Comment", "")
-    return Path(comment.removeprefix(COMMENT)) if comment.startswith(COMMENT) else None
+    return Path(comment.removeprefix(COMMENT_PREFIX)) if comment.startswith(COMMENT_PREFIX) else None
 
 
 def _find_end_state(job: Mapping[str, str], run: Path) -> str | None:
     """Return the state of a job that has ended; None if it is active, or if another job now uses the folder."""
-    return job["JobState"] if read_job_id(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
+    return job["JobState"] if read_job_id(run) == job["JobId"] and job["JobState"] not in ACTIVE_STATES else None
 
 
 def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -164,7 +164,7 @@ def _describe_state(run: Path, beats: list[Heartbeat], end_state: str | None) ->
         state = "killed" if was_killed else f"exited with code {failed}"
         return f"{state}, rank {slowest.rank} at {slowest.describe_position()}"
     silence_s = time.time() - max(beat.time for beat in beats)
-    if silence_s > RECENT_S:
+    if silence_s > MAX_HEARTBEAT_AGE_S:
         return f"no heartbeat for {_format_duration(silence_s)}"
     hosts = ", ".join(sorted({beat.host for beat in beats}))
     return f"running on {hosts}, rank {slowest.rank} at {slowest.describe_position()}"

@@ -13,15 +13,15 @@ from typing import Annotated
 
 import typer
 
-from launcher.status import COMMENT
+from launcher.status import COMMENT_PREFIX
 from launcher.supervision.terminal import say
 from launcher.targets.local import SAFE_PATH_VARIABLES
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.aliases import ALIASES
-from trainer.contract.home import HOME
+from trainer.contract.home import ZEROLORA_HOME
 from trainer.contract.whole_files import write_text_atomic
 
-TEMPLATE = HOME / "slurm" / "train.sbatch"
+TEMPLATE = ZEROLORA_HOME / "slurm" / "train.sbatch"
 JOB_SCRIPT, SWEEP_FILE = "job.sbatch", "sweep.txt"
 _TIME = re.compile(r"(?:(?P<days>[0-9]{1,9})-)?(?P<rest>[0-9]{1,9}(?::[0-9]{1,9}){0,2})")
 MAX_GRACE_S = 65535
@@ -31,7 +31,7 @@ MIN_TRAINING_S = 30
 MAX_RUNS = 1000
 RESUME = "training.resume_from_checkpoint"
 ARRAY_FORMAT = "must be task numbers such as 0-7, 0,3,5 or 0-12:2; append %2 to run two at a time"
-_SHORT = re.compile("-[ABCDFGJLMNSabcdeimnopqtwx]")
+_SHORT_OPTION = re.compile("-[ABCDFGJLMNSabcdeimnopqtwx]")
 """sbatch's short options that take a value."""
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
@@ -49,7 +49,7 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
         if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line in the script
             option_text = f"{'--sbatch ' * (option[:1] != '-')}{option!r}"
             raise UserError(f"{option_text}: must be one line that begins with dashes, such as --mem=0")
-        if option.removeprefix("--") in options or _SHORT.fullmatch(option):  # a value would replace ours
+        if option.removeprefix("--") in options or _SHORT_OPTION.fullmatch(option):  # a value would replace ours
             raise UserError(f"--sbatch {option}: must be {option} with its value, such as --nodes=2")
     return ["--requeue", "--open-mode=append", *arguments]
 
@@ -153,7 +153,7 @@ def submit(
         "dependency": dependency,
         "signal": f"B:USR1@{grace}",
         "output": pattern,
-        "comment": f"{COMMENT}{run_dir}",
+        "comment": f"{COMMENT_PREFIX}{run_dir}",
     }
     arguments = [str(config.absolute()), *settings, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
     script = render_script(build_sbatch_options(options, sbatch or ()), arguments, max_requeues)
@@ -202,7 +202,7 @@ def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues
     head = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     template = TEMPLATE.read_text(encoding="utf-8").splitlines()
     body = template[template.index("set -uo pipefail") :]
-    variables = [f"ZEROLORA_HOME={shlex.quote(str(HOME))}", f"ZEROLORA_MAX_REQUEUES={max_requeues}"]
+    variables = [f"ZEROLORA_HOME={shlex.quote(str(ZEROLORA_HOME))}", f"ZEROLORA_MAX_REQUEUES={max_requeues}"]
     return "\n".join([*head, body[0], *variables, f"set -- {shlex.join(arguments)}", *body[1:]]) + "\n"
 
 

@@ -26,8 +26,8 @@ from trainer.config.messages import get_setting_type
 from trainer.config.values import list_accepted_types
 from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
-from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
-from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.json_records import SweptRun, read_sweep, update_sweep
+from trainer.contract.launcher_process import export_launcher_identity
 
 POLL_S = 0.5
 
@@ -231,7 +231,7 @@ def train_runs(
     record_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
     _report_finished_runs(runs)
-    tie_children_to_this_process()
+    export_launcher_identity()
     free = list(slots)
     running: list[SweepRun] = []
     try:
@@ -287,4 +287,4 @@ def record_runs(folder: Path, runs: Sequence[SweepRun]) -> None:
     """Record the runs with their settings and exit codes; keep the records of other sweeps in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = [run for run in runs if run.folder != folder]  # a joint run records its adapters itself
-    write_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])
+    update_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])

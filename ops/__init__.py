@@ -3,7 +3,7 @@
 # launcher/cli.py looks for "zerolora" in this file.
 
 from ops import elementwise, groups
-from ops.backend import check_requested, get_loaded_backend, load_backend, predict_backend
+from ops.backend import check_kernels_available, get_loaded_backend, load_backend, predict_backend
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.grouped import grouped_group, grouped_linear
@@ -19,7 +19,7 @@ __all__ = [
     "ExpertWeights",
     "Nf4Weight",
     "ScaledWeight",
-    "check_requested",
+    "check_kernels_available",
     "eight_bit_group",
     "eight_bit_linear",
     "elementwise",

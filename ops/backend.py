@@ -64,7 +64,7 @@ def predict_backend(backend: Literal["auto", "cuda"]) -> str:
     return "cuda" if backend == "cuda" or can_run else "reference"
 
 
-def check_requested() -> None:
+def check_kernels_available() -> None:
     """Check, without building, that the kernels can be found or built. Raises ValueError if not."""
     from ops.builder import LoraOpBuilder
 

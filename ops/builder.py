@@ -133,7 +133,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         with prebuilt.acquire_build_lock(folder / f".{build.name}.lock"):
             if clean:
                 shutil.rmtree(folder / build.name, ignore_errors=True)
-            library = build.find_in(folder)
+            library = build.find_library(folder)
             if library is not None:
                 return library, self._import(library)
             with prebuilt.create_temporary_folder(folder) as staging:
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build = commands.add_parser("build", help="compile ahead of time")
     build.add_argument("--arch", nargs="+", metavar="9.0", help="only for GPUs of these compute capabilities")
     build.add_argument(
-        "--into", type=Path, metavar="DIR", help=f"shared folder; runs find it through {prebuilt.VARIABLE}"
+        "--into", type=Path, metavar="DIR", help=f"shared folder; runs find it through {prebuilt.OPS_PATH_VARIABLE}"
     )
     build.add_argument("--clean", action="store_true", help="remove earlier builds first")
     build.add_argument("--verbose", action="store_true", help="show the compiler's output")
@@ -250,12 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command != "build":
         list_operators()
         return 0
-    folder: Path = prebuilt.IN_PACKAGE if options.into is None else options.into.absolute()
+    folder: Path = prebuilt.PACKAGE_BUILDS_FOLDER if options.into is None else options.into.absolute()
     try:
         builder = LoraOpBuilder(parse_architectures(options.arch) if options.arch else None)
         print(builder.build_into(folder, verbose=options.verbose, clean=options.clean)[0])
         if options.into is not None:
-            print(f"to use it in runs, set {prebuilt.VARIABLE}={folder}")
+            print(f"to use it in runs, set {prebuilt.OPS_PATH_VARIABLE}={folder}")
     except (BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -113,12 +113,12 @@ def _compute_gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Ten
 
 
 def _compute_gated_backward(
-    activation: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor], *tensors: Tensor
+    activation: Callable[[Tensor], Tensor], activation_backward: Callable[[Tensor, Tensor], Tensor], *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up. The activation is rounded before it is multiplied by `grad`."""
     (grad, gate, up), dtype = map(_upcast, tensors), tensors[1].dtype
     rounded = _upcast(activation(gate).to(dtype))
-    return derive(grad * up, gate).to(dtype).contiguous(), (grad * rounded).to(dtype).contiguous()
+    return activation_backward(grad * up, gate).to(dtype).contiguous(), (grad * rounded).to(dtype).contiguous()
 
 
 def _apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from ops import reference
 from ops.scaled import build_dequantizing_group, frozen_linear
 
 Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
-SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 ALIGNMENT = 256
 
 
@@ -45,7 +45,7 @@ class GroupedLayout(NamedTuple):
         matrices, groups = (self.experts,) if self.experts else (), -(-self.cols // self.group)
         return {
             "codes": ((*matrices, self.rows, self.cols // 2), torch.uint8),
-            "scales": ((*matrices, self.rows, groups), SCALES[self.scale]),
+            "scales": ((*matrices, self.rows, groups), SCALE_DTYPES[self.scale]),
             "zeros": ((*matrices, self.rows, groups * self.has_zeros), torch.uint8),
             "divisors": ((*matrices, self.rows, self.has_divisors), torch.float32),
             "order": ((*matrices, self.cols * self.has_order), torch.int32),

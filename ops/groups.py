@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.lora import MAX_GROUP
+from ops.lora import MAX_GROUP_SIZE
 
 _Call = tuple[str, tuple[Any, ...]]
 """The name of a called module and the identity of its input."""
@@ -56,7 +56,7 @@ def find_groups(modules: Mapping[str, nn.Module], forward: Callable[[], object])
             previous_key = None
             continue
         group_key = name.rpartition(".")[0], key
-        if group_key == previous_key and len(groups[-1]) < MAX_GROUP:
+        if group_key == previous_key and len(groups[-1]) < MAX_GROUP_SIZE:
             groups[-1].append(name)
         else:
             groups.append([name])

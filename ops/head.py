@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_AT_ONCE = 2**27
+MAX_LOGITS_PER_CHUNK = 2**27
 """Maximum number of logits in a chunk: 256 MiB in a 16-bit type, or 1,046 tokens for a vocabulary of 128,256."""
 FP16_SCALE = 256.0
 """Scale for gradients stored in fp16 (smallest number 6e-8), so that probabilities down to 2e-10 do not underflow.
 The head's weights may be at most 127, since |dh| <= 2 max |W|."""
-SCALED_AT_ONCE = 2**24
+MAX_ELEMENTS_PER_SCALING = 2**24
 """Number of fp16 gradient elements that are scaled in fp32 at once."""
 MEASURES = LOSS, ENTROPY, COLLISION, BASE_LOSS, DIVERGENCE = range(5)
 """Rows returned by `measure_tokens`, with p from the model and q from the base model: -ln p(target), the entropy of p,
@@ -173,7 +173,7 @@ class _TokenMeasures(torch.autograd.Function):
         head, (tokens, vocabulary) = _Head(weight, rows[0], rows[1], None), (len(hidden), len(weight))
         matrices = 1 if base_hidden is None else 2
         copies = 1 if hidden.device.type == "cuda" else 6  # torch also allocates fp32 matrices
-        size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * copies * vocabulary)))
+        size = max(1, min(tokens, MAX_LOGITS_PER_CHUNK // (matrices * copies * vocabulary)))
         storage, base_CV = hidden.new_empty(matrices, size, vocabulary), None
         measures = hidden.new_zeros(len(MEASURES), tokens, dtype=torch.float32)
         for start in range(0, tokens, size):
@@ -238,7 +238,7 @@ def _compute_losses(
     """
     tokens, vocabulary = hidden.shape[0], head.weight.shape[0]
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-    size = max(1, min(tokens, LOGITS_AT_ONCE // vocabulary))
+    size = max(1, min(tokens, MAX_LOGITS_PER_CHUNK // vocabulary))
     storage = hidden.new_empty(size, vocabulary)
     for start in range(0, tokens, size):
         chunk = slice(start, min(start + size, tokens))
@@ -324,7 +324,7 @@ class _DivergenceSum(torch.autograd.Function):
         on_gpu = hidden.device.type == "cuda"
         # The GPU kernel needs only the two matrices of logits; torch also allocates four fp32 matrices.
         compute_rows, matrices = (_compute_divergences_on_gpu, 2) if on_gpu else (_compute_divergences_in_torch, 12)
-        size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
+        size = max(1, min(tokens, MAX_LOGITS_PER_CHUNK // (matrices * vocabulary)))
         storage, base_storage = hidden.new_empty(2, size, vocabulary).unbind()
         for start in range(0, tokens, size):
             chunk = slice(start, min(start + size, tokens))
@@ -353,7 +353,7 @@ def _scale_gradient(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
     if grad_KH.dtype != torch.float16:
         return grad_KH * grad_output.to(grad_KH.dtype)
     result = torch.empty_like(grad_KH)
-    rows = max(1, SCALED_AT_ONCE // grad_KH.shape[1])
+    rows = max(1, MAX_ELEMENTS_PER_SCALING // grad_KH.shape[1])
     for source, target in zip(grad_KH.split(rows), result.split(rows), strict=True):
         target.copy_(source.float() * (grad_output / FP16_SCALE))
     return result

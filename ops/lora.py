@@ -19,7 +19,7 @@ from ops import derivative, reference
 from ops.seeds import draw_seed
 
 MAX_RANK = 256
-MAX_GROUP = 16
+MAX_GROUP_SIZE = 16
 
 
 def compute_h_width(rank: int) -> int:
@@ -28,8 +28,10 @@ def compute_h_width(rank: int) -> int:
 
 
 def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float) -> None:
-    if not 1 <= len(downs) == len(scales) <= MAX_GROUP:
-        raise ValueError(f"group of {len(downs)} lora_down, {len(scales)} scales: need equal counts, 1 to {MAX_GROUP}")
+    if not 1 <= len(downs) == len(scales) <= MAX_GROUP_SIZE:
+        raise ValueError(
+            f"group of {len(downs)} lora_down, {len(scales)} scales: need equal counts, 1 to {MAX_GROUP_SIZE}"
+        )
     if x.dim() < 2:
         raise ValueError(f"x of shape {tuple(x.shape)}: expected at least [tokens, features]")
     if not 0.0 <= p < 1.0:
@@ -53,7 +55,7 @@ def check_adapters(
     if not len(outs) == len(downs) == len(ups):
         raise ValueError(
             f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up: need equal counts, 1 to"
-            f" {MAX_GROUP}"
+            f" {MAX_GROUP_SIZE}"
         )
     check_downs(x, downs, scales, p)
     for out, down, up in zip(outs, downs, ups, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Pending = list[tuple["Bundle", Tensor, Tensor]]
+PendingProducts = list[tuple["Bundle", Tensor, Tensor]]
 """Tuples (bundle, gradient of h, A), with products not yet added to the gradient of x."""
 
 
@@ -57,12 +57,12 @@ class Bundle:
         grad_x_PTI[0] += torch.ops.zerolora.rank_expand(scaled, up, self.dropout, self.seed)
 
 
-def begin_frozen_matmuls(x: Tensor) -> tuple[Tensor, Pending]:
+def begin_frozen_matmuls(x: Tensor) -> tuple[Tensor, PendingProducts]:
     """Return x for the frozen matmuls, and a list to pass to `add_adapters` together with their outputs.
 
     The adapters' gradient of x is added in place to the frozen matmuls' gradient, which saves a buffer and a sum.
     """
-    pending: Pending = []
+    pending: PendingProducts = []
     return _FrozenMatmulsInput.apply(x, pending), pending
 
 
@@ -72,7 +72,7 @@ def add_adapters(
     bundles: Sequence[Bundle],
     downs: Sequence[Tensor],
     ups: Sequence[Tensor],
-    pending: Pending,
+    pending: PendingProducts,
 ) -> list[Tensor]:
     """Add s (m*x) A^T B^T in place to y_l of the layers l that read x, and return all y_l.
 
@@ -88,7 +88,7 @@ def _multiply_scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 class _FrozenMatmulsInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pending: Pending) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pending: PendingProducts) -> Tensor:
         ctx.pending = pending
         return x.view_as(x)
 
@@ -106,12 +106,12 @@ class _AddAdapters(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bundles: Sequence[Bundle], count: int, pending: Pending, *tensors: Tensor
+        ctx: Any, x: Tensor, bundles: Sequence[Bundle], count: int, pending: PendingProducts, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ys, factors = tensors[:count], tensors[count:]
         x = x.contiguous()
         hs = []
-        for bundle, layer, scale, down_PRI, up_POR in _list_work(bundles, factors):
+        for bundle, layer, scale, down_PRI, up_POR in _list_layer_factors(bundles, factors):
             h_PTR = bundle.compute_h(bundle.view_rows(x), down_PRI, scale)
             bundle.view_rows(ys[layer]).baddbmm_(h_PTR, up_POR.mT)
             hs.append(h_PTR)
@@ -126,7 +126,7 @@ class _AddAdapters(torch.autograd.Function):
         count = len(saved) // 3
         grads = tuple(grad.contiguous() for grad in grads)
         grad_downs, grad_ups = list[Tensor](), list[Tensor]()
-        work = _list_work(ctx.bundles, saved[: 2 * count])
+        work = _list_layer_factors(ctx.bundles, saved[: 2 * count])
         for (bundle, layer, scale, down_PRI, up_POR), h_PTR in zip(work, saved[2 * count :], strict=True):
             grad_PTO = bundle.view_rows(grads[layer])
             grad_h_PTR = _multiply_scaled(grad_PTO, up_POR, scale)
@@ -136,7 +136,9 @@ class _AddAdapters(torch.autograd.Function):
         return None, None, None, None, *grads, *grad_downs, *grad_ups
 
 
-def _list_work(bundles: Sequence[Bundle], factors: Sequence[Tensor]) -> list[tuple[Bundle, int, float, Tensor, Tensor]]:
+def _list_layer_factors(
+    bundles: Sequence[Bundle], factors: Sequence[Tensor]
+) -> list[tuple[Bundle, int, float, Tensor, Tensor]]:
     """Return (bundle, layer, scale, A, B) for each layer of each bundle."""
     pairs = [
         (bundle, layer, scale) for bundle in bundles for layer, scale in zip(bundle.layers, bundle.scales, strict=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-VARIABLE = "ZEROLORA_OPS"
+OPS_PATH_VARIABLE = "ZEROLORA_OPS"
 RECORD = "build.json"
-IN_PACKAGE = Path(__file__).resolve().parent / "built"
+PACKAGE_BUILDS_FOLDER = Path(__file__).resolve().parent / "built"
 
 
 def get_cache_folder() -> Path:
@@ -44,7 +44,7 @@ class BuildIdentity:
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         return f"zerolora_lora-{'-'.join(self.architectures)}-{digest}"
 
-    def find_in(self, folder: Path) -> Path | None:
+    def find_library(self, folder: Path) -> Path | None:
         library = folder / self.name / "zerolora_lora.so"
         return library if library.is_file() and read_record(folder / self.name) == self else None
 
@@ -76,13 +76,13 @@ def find_build(sources: str, versions: tuple[str, str, str], architectures: Coll
 
     Searches the package, then the folders in ZEROLORA_OPS, then the cache.
     """
-    shared = map(Path, filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
-    for folder in (IN_PACKAGE, *shared, get_cache_folder()):
+    shared = map(Path, filter(None, os.environ.get(OPS_PATH_VARIABLE, "").split(os.pathsep)))
+    for folder in (PACKAGE_BUILDS_FOLDER, *shared, get_cache_folder()):
         for record in sorted(folder.glob(f"*/{RECORD}")):
             build = read_record(record.parent)
             if build is None or (build.sources, build.torch, build.cuda, build.python) != (sources, *versions):
                 continue
-            if set(architectures) <= set(build.architectures) and (library := build.find_in(folder)) is not None:
+            if set(architectures) <= set(build.architectures) and (library := build.find_library(folder)) is not None:
                 return library
     return None
 

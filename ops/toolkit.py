@@ -7,7 +7,7 @@ import torch
 from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
 
-PTX = "compute_"
+PTX_PREFIX = "compute_"
 """Prefix of architectures built as PTX, which the driver compiles."""
 COMMON_ARCHITECTURES = ("75", "80", "86", "89", "90a")  # wgmma exists only in the architecture-specific target 90a
 
@@ -62,13 +62,13 @@ def list_architectures(toolkit: tuple[int, int]) -> list[str]:
 
 def build_ptx_flags(names: Sequence[str]) -> list[str]:
     """Return the flag that limits a PTX-only build to kernels of its highest capability, or [] for other builds."""
-    ptx = [int(name.removeprefix(PTX)) for name in names if name.startswith(PTX)]
+    ptx = [int(name.removeprefix(PTX_PREFIX)) for name in names if name.startswith(PTX_PREFIX)]
     return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
 
 
 def build_gencode_flag(name: str) -> str:
     """Return nvcc's flag for an architecture: machine code for "90a", PTX for "compute_80"."""
-    if name.startswith(PTX):
+    if name.startswith(PTX_PREFIX):
         return f"-gencode=arch={name},code={name}"
     return f"-gencode=arch=compute_{name},code=sm_{name}"
 

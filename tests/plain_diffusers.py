@@ -112,7 +112,7 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
     objective = Objective(prepared.model_config, image)
     return ImageBatches(
         prepared.data.train,
-        objective.draw_time,
+        objective.draw_timestep,
         image,
         prior=prepared.data.prior,
         batch_size=training.batch_size,

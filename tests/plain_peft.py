@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import RunConfig
-from trainer.data.batches import IGNORED, Batches, collate_samples
+from trainer.data.batches import IGNORE_INDEX, Batches, collate_samples
 from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Sample, Samples, split_documents
 from trainer.model.adapter import build_lora_config
@@ -190,7 +190,7 @@ def _step(
             weights[row, : len(document.loss_weights) - 1] = torch.tensor(
                 document.loss_weights[1:], dtype=torch.float32
             )
-        counted = (wanted != IGNORED).flatten()
+        counted = (wanted != IGNORE_INDEX).flatten()
         losses = token_losses(logits.float().flatten(0, 1)[counted], wanted.flatten()[counted])
         loss = (losses * weights.flatten().to(device)[counted]).sum()
         (loss / weight).backward()

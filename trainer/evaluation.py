@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 
 from trainer.config import UserError
-from trainer.config.evaluation_section import LOSSES
+from trainer.config.evaluation_section import LOSS_METRICS
 from trainer.parallel.engine.optimizer import use_averaged_weights
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.progress import phase
@@ -25,18 +25,18 @@ class Evaluation:
         *,
         has_held_out: bool,
         has_scores: bool = False,
-        best: str = "loss",
+        best_metric: str = "loss",
     ) -> None:
-        """Set up evaluation. `has_scores` refers to the task's scores, and `best` is `training.best_metric`."""
-        self.has_data, self.is_defined, self._best = has_held_out, has_held_out or has_scores, best
+        """Set up evaluation. `has_scores` refers to the task's scores, and `best_metric` is `training.best_metric`."""
+        self.has_data, self.is_defined, self._best = has_held_out, has_held_out or has_scores, best_metric
         self.sign = 1.0
         """-1 if a higher value of the best metric is better, otherwise 1."""
         self._task, self._engine, self._loss, self._say = task, engine, loss, say
 
-    def measure(self, *, first: bool = False) -> tuple[float, dict[str, float]]:
+    def measure(self, *, include_base: bool = False) -> tuple[float, dict[str, float]]:
         """Return the metric `training.best_metric`, negated if higher is better, and all metrics; a collective call.
 
-        With `first`, also measure the base model's scores.
+        With `include_base`, also measure the base model's scores.
         """
         values: dict[str, float] = {}
         with use_averaged_weights(self._engine):
@@ -45,7 +45,7 @@ class Evaluation:
                 values |= further
             scores = self._task.compute_scores(self._engine)
             values |= {f"eval/{name}": value for name, value in scores.values.items()}
-            if first and scores.values:
+            if include_base and scores.values:
                 base = self._task.compute_scores(self._engine, base=True)
                 values |= {f"base/{name}": value for name, value in base.values.items()}
         if scores.values:
@@ -53,7 +53,7 @@ class Evaluation:
         if (best := f"eval/{self._best}") not in values and self._best != "loss":
             known = ", ".join(sorted(scores.values))
             raise UserError(f"training.best_metric={self._best}: was not measured; use loss or one of {known}")
-        self.sign = 1.0 if self._best in (*LOSSES, *scores.lower_is_better) else -1.0
+        self.sign = 1.0 if self._best in (*LOSS_METRICS, *scores.lower_is_better) else -1.0
         return self.sign * values.get(best, math.nan), values
 
     @phase("evaluate")

@@ -121,10 +121,10 @@ class Loop:
         ) from error
 
     def _step(self) -> None:
-        self.before_step()
+        self.begin_step()
         self.advance(*self._context.recovery.attempt(self.position.step + 1, self._saved_step, self._launch))
 
-    def before_step(self) -> None:
+    def begin_step(self) -> None:
         if self._previous is None:
             self._started = time.perf_counter()
         PROGRESS.begin_step(self.position.step + 1)
@@ -163,7 +163,7 @@ class Loop:
     def fetch(self) -> tuple[Sequence[Any], int]:
         """Return this rank's micro-batches for the next step, and the number of samples used across all ranks."""
         context, position = self._context, self.position
-        with phase("data"), context.time_own_work(on_device=False):
+        with phase("data"), context.time_local_work(on_device=False):
             batches, consumed = context.batches.build_step_batches(position.epoch, position.offset)
         for hook in self._hooks:
             hook.on_batches(position.step + 1, batches)
@@ -253,7 +253,7 @@ class Loop:
         counts = (position.tokens, position.target_tokens)
         values |= {f"train/{name}": float(count) for name, count in zip(units, counts, strict=False)}
         if context.steering is not None:
-            values |= context.steering.metrics()
+            values |= context.steering.get_metrics()
         for metrics_of_hook in measured:
             values |= metrics_of_hook
         if self._save_s:
@@ -301,7 +301,7 @@ class Loop:
 
     def _start_save(self, checkpoints: CheckpointManager, *, at_the_end: bool) -> None:
         context, started = self._context, time.perf_counter()
-        checkpoints.copy(context.engine)
+        checkpoints.capture(context.engine)
         waiting = time.perf_counter()
         self._finish_step()
         self._previous, started = None, started + time.perf_counter() - waiting

@@ -21,11 +21,11 @@ from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
 from trainer.parallel.engine.protocol import Engine
-from trainer.parallel.ranks.group import Ranks, extend_timeouts
+from trainer.parallel.ranks.group import Ranks, set_process_group_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.scu.controller import ScuController
-from trainer.scu.steering import fit_to_target, list_target_warnings, start_steering
+from trainer.scu.steering import build_scu_controller, list_target_warnings, scale_adapter_to_target
 from trainer.setup.build import Builder
 from trainer.setup.joining import join_run
 from trainer.step import StepContext
@@ -98,7 +98,7 @@ class Run:
             if self.position.nonfinite_steps >= self.position.step:
                 self.task.check_base()
             raise
-        self.end(stopped=bool(self.stop))
+        self.evaluate_and_save(stopped=bool(self.stop))
         self.stop.saved = True
         engine.destroy()
         self.finish()
@@ -119,13 +119,13 @@ class Run:
         best, has_held_out = self.config.training.monitored_metric, self.prepared.data.evaluation is not None
         measured = {"has_held_out": has_held_out, "has_scores": self.config.evaluation.has_scores}
         self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.say, best=best, **measured)
-        self.steering = self._start_steering(engine, position)
+        self.steering = self._build_scu_controller(engine, position)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
         self.folder.open(model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint)
         self._loss_before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         self.loop = self._build_loop(engine, position)
 
-    def end(self, *, stopped: bool) -> None:
+    def evaluate_and_save(self, *, stopped: bool) -> None:
         """Evaluate and save the result, unless a signal stopped the loop (`stopped`, the same on all ranks)."""
         engine, position, self._stopped = self._engine, self.position, stopped
         self.say.is_starting = False  # also for a run without remaining steps
@@ -134,7 +134,7 @@ class Run:
             if self.loop.stopped_early:
                 self._report_early_stop(position)
             kept_step = self.checkpoints.restore_best(engine, position)
-            if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
+            if (factor := scale_adapter_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # the last evaluation measured the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None:
@@ -183,10 +183,10 @@ class Run:
         return position
 
     @phase("steer")
-    def _start_steering(self, engine: Engine, position: Position) -> ScuController | None:
+    def _build_scu_controller(self, engine: Engine, position: Position) -> ScuController | None:
         if not self.config.scu.enabled:
             return None
-        steering, warnings = start_steering(
+        steering, warnings = build_scu_controller(
             self.config, self.prepared, self.ranks, engine, self.loss,
             flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
@@ -201,7 +201,7 @@ class Run:
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
         loss, stragglers = self.builder.build_training_loss_and_watch(self.loss, engine, self.say)
-        extend_timeouts(compute_collective_timeout(config.training))
+        set_process_group_timeouts(compute_collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
         hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)
         recovery = self.memory.build_recovery(self.ranks.world_size)
@@ -222,7 +222,7 @@ class Run:
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         is_done = position.evaluated_at == position.step and (loss is not None or not self.evaluation.has_data)
         if self.evaluation.is_defined and not is_done:
-            _, values = self.evaluation.measure(first=when == "before")
+            _, values = self.evaluation.measure(include_base=when == "before")
             loss = values.get("eval/loss")
             self.folder.log(position.step, values)
         self.evaluation.sample(when, position.step, self.folder)
@@ -248,7 +248,7 @@ class Run:
         if self.folder.metrics is None:
             return
         self.folder.metrics.close()
-        self.folder.check()
+        self.folder.check_lock()
         self.folder.write_times()
         with self.folder.tolerate_full_disk("the measured memory"):
             self.say(self.memory.record(self.folder.path, self.peak, self.device))

@@ -20,7 +20,7 @@ from trainer.config.scu_flags import (
     parse_flags,
 )
 from trainer.config.yaml_core import dump
-from trainer.contract.exit_codes import REPORT_DELAY_S
+from trainer.contract.exit_codes import EXIT_DELAY_S
 from trainer.contract.rendezvous import read_rank_variables
 from trainer.data.demo_data import build_demo_data
 from trainer.parallel.ranks.training_process import set_up_process
@@ -44,12 +44,12 @@ def main(argv: list[str] | None = None) -> int:
         if local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
         else:
-            time.sleep(REPORT_DELAY_S)
+            time.sleep(EXIT_DELAY_S)
         return UserError.exit_code
 
 
 def _write_settings(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
-    options = parse_flags(arguments, by_rank=True)
+    options = parse_flags(arguments, on_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
             option = f"--{flag.replace('_', '-')}"
@@ -65,8 +65,8 @@ def _write_settings(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
     return list(options.overrides), Path(load_flag_config(path, options).config.output_dir)
 
 
-def _copy_to_log(output: Path) -> None:
-    with open_log(output) as log:
+def _copy_to_log(output_dir: Path) -> None:
+    with open_log(output_dir) as log:
         copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
     assert copier.stdin is not None
     os.dup2(copier.stdin.fileno(), 1)

@@ -25,7 +25,9 @@ from trainer.patches.loss_head import to_device
 from trainer.scu.controller import ScuController
 from trainer.tasks.task import Batch, BatchSource, StepLoss
 
-NONFINITE = 2**20  # exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank
+RANK_ENCODING_BASE = (
+    2**20
+)  # exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class StepContext:
     stragglers: StragglerWatch | None = None
     """Measures this rank's own time; None with a single rank."""
 
-    def time_own_work(self, *, on_device: bool = True) -> AbstractContextManager[None]:
+    def time_local_work(self, *, on_device: bool = True) -> AbstractContextManager[None]:
         return nullcontext() if self.stragglers is None else self.stragglers.time_own_work(on_device=on_device)
 
 
@@ -85,7 +87,7 @@ class StepInFlight:
         """Start copying `numbers`, an fp64 vector on the device, to the host.
 
         It contains: target weight, target tokens, tokens, stop and save requests, loss sum, gradient norm, applied, the
-        sum of `NONFINITE` + rank over all ranks with a non-finite loss, and the same sum for this rank only.
+        sum of `RANK_ENCODING_BASE` + rank over all ranks with a non-finite loss, and the same sum for this rank only.
         """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
@@ -105,7 +107,7 @@ class StepInFlight:
         if self._ended is not None:
             self._ended.synchronize()
         weight, targets, tokens, stops, saves, loss_sum, grad_norm, applied, nonfinite, own = self._host.tolist()
-        count, number = divmod(int(nonfinite), NONFINITE)
+        count, number = divmod(int(nonfinite), RANK_ENCODING_BASE)
         return StepResult(
             loss_sum, weight, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0,
             nonfinite_ranks=count, nonfinite_rank=number if count == 1 else None, is_local_nonfinite=own > 0,
@@ -142,9 +144,9 @@ def train_step(
     skipped_before = engine.skipped_steps
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        _run_micro_step(context, batch, sums, scale, steering_at=step if is_last else None, accumulation=len(batches))
+        _run_micro_step(context, batch, sums, scale, penalty_step=step if is_last else None, accumulation=len(batches))
         if is_last:
-            own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(NONFINITE + ranks.rank))
+            own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(RANK_ENCODING_BASE + ranks.rank))
             sums[2] = own_nonfinite
             sum_over_ranks(sums)
             before_update()
@@ -171,20 +173,21 @@ def _run_micro_step(
     sums: torch.Tensor,
     scale: torch.Tensor,
     *,
-    steering_at: int | None,
+    penalty_step: int | None,
     accumulation: int,
 ) -> None:
     """Run the forward and backward pass of a micro-batch, and add its loss to `sums`.
 
-    `steering_at` is the step number for the step's last micro-batch, which adds the penalty, and None for earlier ones.
+    `penalty_step` is the step number for the step's last micro-batch, which adds the penalty, and None for earlier
+    ones.
     """
-    with context.time_own_work():
+    with context.time_local_work():
         loss_local = context.loss(context.engine, batch, context.engine.device)
     sums[0] += loss_local.detach()
-    total = (loss_local + context.loss.balancing) * scale
-    if steering_at is not None and context.steering is not None:
+    total = (loss_local + context.loss.load_balancing_loss) * scale
+    if penalty_step is not None and context.steering is not None:
         # Every rank adds the whole penalty and the engine averages over ranks: undo only the division by micro-steps.
-        total = total + context.steering.penalty(steering_at) * accumulation
+        total = total + context.steering.compute_penalty(penalty_step) * accumulation
         sums[1] = context.steering.get_local_contribution()
     with phase("backward"):
         context.engine.backward(total)

@@ -39,7 +39,7 @@ from trainer.checkpoint.run_record import find_commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.config.command_line import parse_positive_int
 from trainer.contract.known_versions import read_package_versions
-from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.launcher_process import export_launcher_identity
 from trainer.contract.output_files import check_result_file
 from trainer.model.base import load_model_config
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(words)
     # Treat it as Ctrl-C: the child processes must not outlive this one.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    tie_children_to_this_process()
+    export_launcher_identity()
     try:
         with tempfile.TemporaryDirectory(prefix="zerolora-bench-") as scratch:
             bench = Bench(arguments, words, Path(arguments.keep or scratch).absolute(), Console(width=140))

@@ -19,7 +19,7 @@ from trainer.commands.evaluate import compute_row_losses
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
-from trainer.data.batches import IGNORED, MicroBatch, collate_samples
+from trainer.data.batches import IGNORE_INDEX, MicroBatch, collate_samples
 from trainer.data.cache import prepare_reference
 from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Sample, Samples
@@ -84,7 +84,7 @@ def _train(loaded: LoadedConfig, prepared: PreparedRun, lock: FolderLock, texts:
         run.say(f"error: {escape(f'{type(error).__name__}: {error}')}")
         return 1
     if not stop:
-        run.folder.check()
+        run.folder.check_lock()
         held_out.write(folder)
     leave_process_group()
     return stop.exit_code if stop else 0
@@ -223,5 +223,5 @@ def compute_row_divergences(model: Any, batch: MicroBatch) -> torch.Tensor:
     rows = []
     for one, other, target in zip(adapted, base, targets, strict=True):
         log_p, log_q = one.float().log_softmax(-1), other.float().log_softmax(-1)
-        rows.append(((log_p.exp() * (log_p - log_q)).sum(-1) * (target != IGNORED)).sum())
+        rows.append(((log_p.exp() * (log_p - log_q)).sum(-1) * (target != IGNORE_INDEX)).sum())
     return torch.stack(rows).double()

@@ -16,7 +16,7 @@ from rich.markup import escape
 from benchmarks.compare.measured_run import DOCUMENTS_FILE
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.needs import find_unused_settings
-from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.launcher_process import export_launcher_identity
 
 CONTROLLERS = ("none", "fixed", "linear", "cosine", "pi")
 MEASURES = ("delta", "factors", "kl")
@@ -157,7 +157,7 @@ def run_trials(
     """
     waiting, failed = list(trials), []
     free = list(slots)
-    tie_children_to_this_process()
+    export_launcher_identity()
     running: dict[Process, tuple[Trial, str | None, float]] = {}
     threads = max(1, (os.cpu_count() or 1) // len(slots))
     started = time.monotonic()

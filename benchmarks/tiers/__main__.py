@@ -40,8 +40,8 @@ from benchmarks.tiers.machine import (
 )
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import get_signal_exit_code
-from trainer.contract.home import HOME
-from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.home import ZEROLORA_HOME
+from trainer.contract.launcher_process import export_launcher_identity
 from trainer.monitor.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ class Tier:
 
     @property
     def path(self) -> Path:
-        return self.file or HOME / "configs" / f"tier_{self.name}.yaml"
+        return self.file or ZEROLORA_HOME / "configs" / f"tier_{self.name}.yaml"
 
     @property
     def config(self) -> RunConfig:
@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return 0 if every possible assertion held, 1 if not, 2 after a mistake, 130 after Ctrl-C."""
     options = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
-    tie_children_to_this_process()
+    export_launcher_identity()
     console = Console(stderr=options.json, highlight=False)
     outcomes: list[Outcome] = []
     try:

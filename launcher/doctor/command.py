@@ -39,7 +39,7 @@ from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import format_count, sanitize
 from trainer.config.files import UnreadableFileError, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
-from trainer.contract.json_records import RESULT_PREFIX, Check
+from trainer.contract.json_records import RESULT_PREFIX, CheckResult
 from trainer.contract.rendezvous import get_host_name
 from trainer.contract.standard_streams import PROGRESS
 
@@ -79,7 +79,7 @@ def doctor(
     raise typer.Exit(1 if any(check.state == "FAIL" for check in checks) else 0)
 
 
-def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: LaunchRequest) -> list[Check]:
+def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: LaunchRequest) -> list[CheckResult]:
     chosen = request.resolve_launcher()
     PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(list_visible_gpus()) or CPU_RANKS
@@ -87,7 +87,10 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: L
     checks = check_this_host(loaded, arguments, per_host, port=request.master_port)
     checks += _check_other_hosts(chosen, request, [*arguments, *num_gpus])
     if any(check.name == "ssh" and check.state == "FAIL" for check in checks):
-        return [*checks, Check("ranks", "WARN", "not tested, because ssh cannot start them", "fix the problems above")]
+        return [
+            *checks,
+            CheckResult("ranks", "WARN", "not tested, because ssh cannot start them", "fix the problems above"),
+        ]
     if any(check.name == "port" and check.state == "FAIL" for check in checks):
         request = replace(request, master_port=None)  # test the rest on another port
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +98,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: L
             build, remote = plan_launch(request, Path(folder))
             command = build(arguments, module="trainer.commands.doctor.ranks")
         except UserError as error:
-            return [*checks, Check("ranks", "FAIL", str(error), "see the message")]
+            return [*checks, CheckResult("ranks", "FAIL", str(error), "see the message")]
         if isinstance(remote, SshRanks):
             write_environment(Path(folder) / ENVIRONMENT_FILE, CPU_RANK_VARIABLES | os.environ)
         return checks + check_ranks(command)
@@ -103,7 +106,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: L
 
 def check_this_host(
     loaded: LoadedConfig | None, arguments: Sequence[str], ranks: int, *, port: int | None
-) -> list[Check]:
+) -> list[CheckResult]:
     config = None if loaded is None else loaded.config
     checks = [*check_packages(), check_bytecode(), *check_driver(), *check_build_locks(), check_port(port)]
     probed, need = run_probe(arguments, ranks)
@@ -112,8 +115,8 @@ def check_this_host(
     ]  # fmt: skip
 
 
-def _check_other_hosts(chosen: str, request: LaunchRequest, arguments: Sequence[str]) -> list[Check]:
-    if chosen == "slurm":
+def _check_other_hosts(launcher: str, request: LaunchRequest, arguments: Sequence[str]) -> list[CheckResult]:
+    if launcher == "slurm":
         if not is_in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
             return []
         allocation = read_allocation(
@@ -126,22 +129,24 @@ def _check_other_hosts(chosen: str, request: LaunchRequest, arguments: Sequence[
     return [*ssh_checks, *check_hosts_by_ssh([check.host for check in ssh_checks if check.state == "OK"], arguments)]
 
 
-def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], dict[str, int]]:
+def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[CheckResult], dict[str, int]]:
     """Run the checks that need torch in a child process; return them and the estimated memory and disk use in bytes."""
     PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     output, problem = _run_json_command(Command(argv, 1, {}, ()), PROBE_TIMEOUT_S)
     if output is None:
-        return [Check("torch", "FAIL", problem, "run `python -m trainer.commands.doctor.probe` to see all output")], {}
-    return [Check(**check) for check in output["checks"]], output["need"]
+        return [
+            CheckResult("torch", "FAIL", problem, "run `python -m trainer.commands.doctor.probe` to see all output")
+        ], {}
+    return [CheckResult(**check) for check in output["checks"]], output["need"]
 
 
-def check_ranks(command: Command) -> list[Check]:
+def check_ranks(command: Command) -> list[CheckResult]:
     PROGRESS.show(f"starting {format_count(command.ranks, 'rank')} to test their connections")
     output, problem = _run_json_command(command, RANKS_TIMEOUT_S)
     if output is None:
-        return [Check("ranks", "FAIL", problem, f"to see all output, run {command.format_shell()}")]
-    return [Check(**check) for check in output["checks"]]
+        return [CheckResult("ranks", "FAIL", problem, f"to see all output, run {command.format_shell()}")]
+    return [CheckResult(**check) for check in output["checks"]]
 
 
 def _run_json_command(command: Command, timeout_s: float) -> tuple[Any, str]:
@@ -171,7 +176,7 @@ def _run_json_command(command: Command, timeout_s: float) -> tuple[Any, str]:
     return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 
 
-def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
+def print_checks(checks: Iterable[CheckResult], *, as_json: bool) -> None:
     """Print the checks as a table, or as one JSON object with `checks` and their `counts` by state."""
     listed = list(checks)
     counts = {state: sum(check.state == state for check in listed) for state in COLORS}
@@ -201,18 +206,18 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> None:
     console.print(", ".join(f"{count} {state}" for state, count in counts.items()))
 
 
-def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
+def check_ssh(hosts: Sequence[str]) -> Iterator[CheckResult]:
     """Check that ssh reaches every host without a password, and that this Python and working directory exist there."""
     problems = detect_unreachable_hosts(hosts, Path.cwd())
     for host in hosts:
         if host in problems:
             fix = f"`ssh {host} hostname` must work without a password"
-            yield Check("ssh", "FAIL", problems[host], fix, host)
+            yield CheckResult("ssh", "FAIL", problems[host], fix, host)
         else:
-            yield Check("ssh", "OK", "reachable; Python and working directory found", host=host)
+            yield CheckResult("ssh", "OK", "reachable; Python and working directory found", host=host)
 
 
-def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
+def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[CheckResult]:
     """Run `zerolora doctor` on these hosts; return the checks from all hosts except this one."""
     variables = select_exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
@@ -220,22 +225,22 @@ def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[C
     return _run_on_hosts({host: [*SSH, host, line] for host in hosts})
 
 
-def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
+def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[CheckResult]:
     """Run `zerolora doctor` on every node in an allocation; return the checks from all nodes except this one."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
     command = _build_local_doctor_command(arguments)
     return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
 
 
-def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[Check]:
+def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[CheckResult]:
     with ThreadPoolExecutor(max_workers=64) as pool:
         results = list(pool.map(_run_captured, commands.values()))
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     for host, result in zip(commands, results, strict=True):
         output = result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}"
         problem = f"`zerolora doctor` returned no results: {output.splitlines()[-1][:300]}"
         checks += parse_doctor_output(result.stdout, host) or [
-            Check("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
+            CheckResult("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]
     return [check for check in checks if check.host != get_host_name()]
 
@@ -244,11 +249,11 @@ def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 
-def parse_doctor_output(printed: str, host: str) -> list[Check]:
+def parse_doctor_output(output: str, host: str) -> list[CheckResult]:
     """Return the checks that `zerolora doctor` printed after RESULT_PREFIX, or [] if they are missing or invalid."""
     with suppress(UnreadableFileError):
-        name, _, text = printed.rpartition(RESULT_PREFIX)[2].partition("\n")[0].partition(" ")
-        return [replace(check, host=name) for check in parse_json(text, Path(host), list[Check])]
+        name, _, text = output.rpartition(RESULT_PREFIX)[2].partition("\n")[0].partition(" ")
+        return [replace(check, host=name) for check in parse_json(text, Path(host), list[CheckResult])]
     return []
 
 

@@ -19,12 +19,12 @@ from launcher.supervision.build_locks import find_locks, get_extensions_folder
 from trainer.config import RunConfig
 from trainer.config.errors import format_count
 from trainer.contract.bytecode import find_missing_bytecode
-from trainer.contract.home import HOME
-from trainer.contract.json_records import Check, State
+from trainer.contract.home import ZEROLORA_HOME
+from trainer.contract.json_records import CheckResult, CheckState
 from trainer.contract.known_versions import describe_untested
 from trainer.contract.rendezvous import describe_port_problem, get_host_name
 
-PROJECT = HOME / "pyproject.toml"
+PYPROJECT_FILE = ZEROLORA_HOME / "pyproject.toml"
 GIB = 2**30
 SMI_TIMEOUT_S = 60.0
 # Lowest compute capability that torch's builds and the operators support.
@@ -43,52 +43,54 @@ PROCESS_GIB = 2.0
 TEST_FILE_BYTES = 2**20
 
 
-def check_packages() -> Iterator[Check]:
+def check_packages() -> Iterator[CheckResult]:
     """Check Python and every dependency in pyproject.toml against the versions known to work."""
     version = ".".join(map(str, sys.version_info[:3]))
-    state: State = "OK" if sys.version_info >= (3, 11) else "FAIL"
-    yield Check("python", state, f"{version} at {sys.executable}", "install 3.11" * (state == "FAIL"))
+    state: CheckState = "OK" if sys.version_info >= (3, 11) else "FAIL"
+    yield CheckResult("python", state, f"{version} at {sys.executable}", "install 3.11" * (state == "FAIL"))
     failed = list(_check_dependencies())
-    yield from failed or [Check("packages", "OK", "every dependency has a version known to work")]
+    yield from failed or [CheckResult("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
     slow = "Mamba layers run in plain torch, about three times slower than in the SCU guide"
     description = f"optional {' and '.join(missing)} not installed; {slow}" if missing else "installed"
-    yield Check("Mamba kernels", "OK", description)
+    yield CheckResult("Mamba kernels", "OK", description)
     for untested in describe_untested():
         fix = f"install the version of {untested.split()[0]} in constraints.txt, or monitor the first run"
-        yield Check("known versions", "WARN", untested, fix)
+        yield CheckResult("known versions", "WARN", untested, fix)
 
 
-def check_bytecode() -> Check:
+def check_bytecode() -> CheckResult:
     """Check that the large libraries are compiled to bytecode, which makes ranks start faster."""
     if missing := find_missing_bytecode():
         problem = f"missing for {', '.join(missing)}: the first run on this machine compiles 3,000 modules"
-        return Check(
+        return CheckResult(
             "bytecode", "WARN", problem, "run `python -m compileall -q -j 0` on site-packages, as the user who owns it"
         )
-    return Check("bytecode", "OK", "compiled")
+    return CheckResult("bytecode", "OK", "compiled")
 
 
-def _check_dependencies() -> Iterator[Check]:
+def _check_dependencies() -> Iterator[CheckResult]:
     from packaging.requirements import Requirement
 
-    for text in tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]:
+    for text in tomllib.loads(PYPROJECT_FILE.read_text(encoding="utf-8"))["project"]["dependencies"]:
         requirement = Requirement(text)
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            yield Check(requirement.name, "FAIL", "not installed", f"pip install '{text}'")
+            yield CheckResult(requirement.name, "FAIL", "not installed", f"pip install '{text}'")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            yield Check(requirement.name, "FAIL", f"{version} is installed", f"pip install '{text}'")
+            yield CheckResult(requirement.name, "FAIL", f"{version} is installed", f"pip install '{text}'")
 
 
-def check_driver() -> Iterator[Check]:
+def check_driver() -> Iterator[CheckResult]:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
+        yield CheckResult("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
         return
     if shutil.which("nvidia-smi") is None:
-        yield Check("driver", "WARN", "nvidia-smi not found; using the CPU", "to use a GPU, install the NVIDIA driver")
+        yield CheckResult(
+            "driver", "WARN", "nvidia-smi not found; using the CPU", "to use a GPU, install the NVIDIA driver"
+        )
         return
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     fix = "the driver and its kernel module must have the same version: reinstall the driver, and restart the host"
@@ -96,26 +98,26 @@ def check_driver() -> Iterator[Check]:
         listing = _run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
         driver_cuda = re.search(r"CUDA Version: *(\d+)\.(\d+)", _run_nvidia_smi().stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Check("driver", "FAIL", f"nvidia-smi does not respond ({error})", fix)
+        yield CheckResult("driver", "FAIL", f"nvidia-smi does not respond ({error})", fix)
         return
     if listing.returncode or not listing.stdout.strip():
         words = (listing.stdout + listing.stderr).strip().splitlines() or ["no GPU"]
-        yield Check("driver", "FAIL", f"nvidia-smi: {words[0]}", fix)
+        yield CheckResult("driver", "FAIL", f"nvidia-smi: {words[0]}", fix)
     for number, line in enumerate(listing.stdout.strip().splitlines() if not listing.returncode else ()):
         name, total, free, driver, capability = (word.strip() for word in line.split(","))
         description = f"{name}, {free} of {total} free, compute capability {capability}, driver {driver}"
         if reason := _describe_gpu_limitation(total, capability):
             fix = "exclude it with CUDA_VISIBLE_DEVICES, or use another GPU"
-            yield Check(f"GPU {number}", "WARN", f"{reason}: {description}", fix)
+            yield CheckResult(f"GPU {number}", "WARN", f"{reason}: {description}", fix)
         else:
-            yield Check(f"GPU {number}", "OK", description)
+            yield CheckResult(f"GPU {number}", "OK", description)
     if (torch_cuda := _read_torch_cuda_version()) is None:
         fix = "install a CUDA build of torch (pytorch.org/get-started)"
-        yield Check("CUDA", "FAIL", "this torch was built without CUDA", fix)
+        yield CheckResult("CUDA", "FAIL", "this torch was built without CUDA", fix)
     elif driver_cuda is not None and int(driver_cuda.group(1)) < int(torch_cuda.partition(".")[0]):
         supported = f"{driver_cuda.group(1)}.{driver_cuda.group(2)}"
         problem = f"torch was built for CUDA {torch_cuda}, but the driver supports at most {supported}"
-        yield Check("CUDA", "FAIL", problem, "update the driver")
+        yield CheckResult("CUDA", "FAIL", problem, "update the driver")
 
 
 def _describe_gpu_limitation(total: str, capability: str) -> str:
@@ -141,7 +143,7 @@ def _run_nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
 
 
-def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator[Check]:
+def check_folders(config: RunConfig | None, needed_bytes: Mapping[str, int]) -> Iterator[CheckResult]:
     folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": get_extensions_folder()}
     if config is not None:
         folders = {
@@ -149,11 +151,11 @@ def check_folders(config: RunConfig | None, need: Mapping[str, int]) -> Iterator
             "dataset.cache_dir": Path(config.dataset.cache_dir).expanduser(),
         } | folders
     for name, folder in folders.items():
-        needed = need.get("disk", 0) / GIB if name == "output_dir" else 0.0
+        needed = needed_bytes.get("disk", 0) / GIB if name == "output_dir" else 0.0
         yield check_space(f"disk: {name}", folder, needed)
 
 
-def check_space(name: str, folder: Path, needed_gib: float) -> Check:
+def check_space(name: str, folder: Path, needed_gib: float) -> CheckResult:
     """Check that a folder's file system has enough free space, and that files can be written there."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
@@ -166,50 +168,54 @@ def check_space(name: str, folder: Path, needed_gib: float) -> Check:
             os.fsync(file.fileno())
     except OSError as error:
         reason = "the disk quota is exceeded" if error.errno == errno.EDQUOT else error.strerror
-        return Check(name, "FAIL", f"{description}, but a 1 MiB file cannot be written: {reason}", fix)
+        return CheckResult(name, "FAIL", f"{description}, but a 1 MiB file cannot be written: {reason}", fix)
     if free < max(MIN_FREE_GIB, needed_gib):
-        return Check(name, "FAIL", description, fix)
-    return Check(name, "WARN" if free < RECOMMENDED_GIB else "OK", description, fix if free < RECOMMENDED_GIB else "")
+        return CheckResult(name, "FAIL", description, fix)
+    return CheckResult(
+        name, "WARN" if free < RECOMMENDED_GIB else "OK", description, fix if free < RECOMMENDED_GIB else ""
+    )
 
 
-def check_memory(ranks: int, need: Mapping[str, int], *, on_gpus: bool) -> Iterator[Check]:
-    failed_state: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
+def check_memory(ranks: int, needed_bytes: Mapping[str, int], *, on_gpus: bool) -> Iterator[CheckResult]:
+    failed_state: CheckState = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL needs /dev/shm, gloo does not
     free = psutil.virtual_memory().available / GIB
-    per_rank = PROCESS_GIB + need.get("host_per_rank", 0) / GIB
-    needed, estimated = ranks * per_rank, "(estimate)" if need else "without the model"
+    per_rank = PROCESS_GIB + needed_bytes.get("host_per_rank", 0) / GIB
+    needed, estimated = ranks * per_rank, "(estimate)" if needed_bytes else "without the model"
     description = f"{free:.1f} GiB free, {needed:.1f} needed for {format_count(ranks, 'rank')} {estimated}"
     fix = "use fewer ranks per host, turn zero.offload_* off, or reduce dataset.workers"
-    yield Check("host memory", "OK" if free >= needed else "FAIL", description, "" if free >= needed else fix)
+    yield CheckResult("host memory", "OK" if free >= needed else "FAIL", description, "" if free >= needed else fix)
     try:
         shared = shutil.disk_usage("/dev/shm")
     except OSError:
-        yield Check("/dev/shm", failed_state, "missing", "mount a tmpfs at /dev/shm")
+        yield CheckResult("/dev/shm", failed_state, "missing", "mount a tmpfs at /dev/shm")
         return
     enough = shared.free / GIB >= NCCL_SHM_GIB
     description = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
     fix = "remove files of earlier runs; start containers with --shm-size=8g"
-    yield Check("/dev/shm", "OK" if enough else failed_state, description, "" if enough else fix)
+    yield CheckResult("/dev/shm", "OK" if enough else failed_state, description, "" if enough else fix)
 
 
-def check_build_locks() -> Iterator[Check]:
+def check_build_locks() -> Iterator[CheckResult]:
     """Check for locks left by killed builds, which block every later build."""
     root = get_extensions_folder()
     locks = find_locks(root)
     for lock in locks:
         if lock.holder is not None:
-            yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} is building; a run waits for it")
+            yield CheckResult("build lock", "OK", f"{lock.path}: process {lock.holder} is building; a run waits for it")
         else:
             description = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, not held by a process on this host"
-            yield Check("build lock", "FAIL", description, f"rm {lock.path}")
+            yield CheckResult("build lock", "FAIL", description, f"rm {lock.path}")
     if not locks:
-        yield Check("build locks", "OK", f"none in {root}")
+        yield CheckResult("build locks", "OK", f"none in {root}")
 
 
-def check_port(port: int | None) -> Check:
+def check_port(port: int | None) -> CheckResult:
     """Check that `port` is free on this host; None means that a free port will be chosen."""
     if port is None:
-        return Check("port", "OK", "a free one will be chosen at startup; to choose it yourself, set --master-port")
+        return CheckResult(
+            "port", "OK", "a free one will be chosen at startup; to choose it yourself, set --master-port"
+        )
     if reason := describe_port_problem(port):
         fix = "use another --master-port, or stop the process that listens on this one"
-        return Check("port", "FAIL", f"{port} on {get_host_name()} is already in use ({reason})", fix)
-    return Check("port", "OK", f"{port} is free on {get_host_name()}")
+        return CheckResult("port", "FAIL", f"{port} on {get_host_name()} is already in use ({reason})", fix)
+    return CheckResult("port", "OK", f"{port} is free on {get_host_name()}")

@@ -8,13 +8,13 @@ from launcher.importing.translation import UNSET, ForeignConfig, Translation, lo
 from trainer.config.data_sections import SourceSection
 
 KEYS = load_table("axolotl")
-PLUGINS_REFUSED: dict[str, str] = read_tables()["axolotl_plugins"]
+UNSUPPORTED_PLUGINS: dict[str, str] = read_tables()["axolotl_plugins"]
 _TABLE = read_tables()["axolotl_sources"]
 FIELDS, QUESTIONS, REFUSED = (_TABLE[name] for name in ("fields", "questions", "refused"))
 PAIR_FIELDS, DROPPED, ELSEWHERE, NO_EFFECT = (
     _TABLE[name].split() for name in ("pair_fields", "dropped", "elsewhere", "none")
 )
-END_OF_TURN = "only the token that ends a trained turn is trained on"
+END_OF_TURN_NOTE = "only the token that ends a trained turn is trained on"
 
 
 def translate(foreign: ForeignConfig) -> Translation:
@@ -39,7 +39,7 @@ def translate_model(t: Translation) -> None:
     if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
         t.reject("model_quantization_config", "training weights in this format is not supported; use the 16-bit model")
     for plugin in split_names(t.get("plugins")):
-        for part, reason in PLUGINS_REFUSED.items():
+        for part, reason in UNSUPPORTED_PLUGINS.items():
             if f".{part}" in plugin:
                 t.reject("plugins", f"{plugin}: {reason}")
     common.set_attention(
@@ -66,7 +66,7 @@ def translate_adapter(t: Translation) -> None:
         t.put("adapter", "qlora", "adapter", "load_in_4bit")
     if t.get("load_in_8bit") and not t.get("load_in_4bit") and not loftq and t.get_setting("adapter") != "none":
         t.put("quantization.quant_type", "int8", "load_in_8bit")
-        t.note("load_in_8bit", common.INT8)
+        t.note("load_in_8bit", common.INT8_NOTE)
     init = t.get("peft_init_lora_weights")
     if loftq or init:
         chosen = "loftq" if loftq else "default" if init is True else init
@@ -176,7 +176,7 @@ def read_source(t: Translation, entry: dict[str, Any], location: str) -> dict[st
         t.note_unsupported(location, f"{', '.join(dropped)}: records are read as they are")
     for key in ("train_on_eos", "train_on_eot"):
         if entry.get(key, "turn") != "turn":
-            t.note(location, f"{key}: {entry[key]}: {END_OF_TURN}")
+            t.note(location, f"{key}: {entry[key]}: {END_OF_TURN_NOTE}")
     t.no_effect += [f"{location}.{key}" for key in NO_EFFECT if key in entry]
     kind = t.get("rl") or ("reward" if t.get("reward_model") else "")
     translated = read_pairs(entry, kind) if kind else read_format(t, entry.get("type"), f"{location}.type")
@@ -243,7 +243,7 @@ def read_prompt(t: Translation, kind: dict[str, str], location: str) -> dict[str
     return source | {"fields": fields | {"completion": names["output"]}}
 
 
-def read_shared(t: Translation, name: str) -> tuple[Any, str]:
+def read_shared_key(t: Translation, name: str) -> tuple[Any, str]:
     """Return the value of a key that must be the same for all sources, and the dotted name of the key that sets it."""
     if t.get(name):
         return t.get(name), name
@@ -256,23 +256,23 @@ def read_shared(t: Translation, name: str) -> tuple[Any, str]:
 def translate_chat_template(t: Translation) -> None:
     """Set the chat template, which must be the same for all sources."""
     common.set_thinking(t)
-    jinja, jinja_location = read_shared(t, "chat_template_jinja")
-    name, name_location = read_shared(t, "chat_template")
+    jinja, jinja_location = read_shared_key(t, "chat_template_jinja")
+    name, name_location = read_shared_key(t, "chat_template")
     is_used = any("chat_template" in str(entry.get("type")) for _, entry in list_entries(t))
     if jinja:
         t.put("dataset.chat_template", jinja, jinja_location)
     elif is_used and name in common.CHAT_TEMPLATES and not t.has_images:
         t.put("dataset.chat_template", common.CHAT_TEMPLATES[name], name_location)
     elif is_used and name not in (None, "tokenizer_default"):
-        t.note(name_location, f"{name}: {common.TOKENIZER_TEMPLATE}")
+        t.note(name_location, f"{name}: {common.TOKENIZER_TEMPLATE_NOTE}")
 
 
 def translate_roles(t: Translation) -> None:
     """Set the roles to train on, which must be the same for all sources."""
-    roles, location = read_shared(t, "roles_to_train")
+    roles, location = read_shared_key(t, "roles_to_train")
     if roles and not t.get("train_on_inputs"):
         trained = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))
         t.put("dataset.train_on", list(trained), location)
     for name in ("train_on_eos", "train_on_eot"):
         if t.get(name, "turn") != "turn":
-            t.note(name, f"{t.get(name)}: {END_OF_TURN}")
+            t.note(name, f"{t.get(name)}: {END_OF_TURN_NOTE}")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from launcher.importing.translation import ForeignConfig, Translation
 from launcher.supervision.terminal import say
 from trainer.config.errors import UserError, UserErrors, format_count
-from trainer.config.load import load_text, recognize_trainer
+from trainer.config.load import load_config_text, recognize_trainer
 from trainer.config.needs import find_unused_settings
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import Yaml11Loader, dump, parse_yaml, read_yaml
@@ -62,13 +62,13 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     if len(arguments) > 1 or arguments[0].startswith("--") or arguments[0] == "trl":
         foreign = importlib.import_module("launcher.importing.trl").read_command_line(arguments, Path.cwd())
     else:
-        foreign = read_foreign(Path(arguments[0]), dataset_dir)
+        foreign = read_foreign_config(Path(arguments[0]), dataset_dir)
     module = importlib.import_module(f"launcher.importing.{TRANSLATORS[foreign.trainer]}")
     translation: Translation = module.translate(foreign)
     translation.finish()
     drop_unused_settings(translation)
     try:
-        load_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)
+        load_config_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)
     except UserErrors as errors:
         for mistake in errors.mistakes:
             translation.report_config_error(mistake)
@@ -80,7 +80,7 @@ def drop_unused_settings(translation: Translation) -> None:
     """Replace each setting without effect by a remark, as other trainers accept options of disabled features."""
     try:
         config = RunConfig.model_validate(parse_yaml(Path("mine.yaml"), format_yaml(translation, "")).tree)
-    except ValidationError:  # load_text reports it
+    except ValidationError:  # load_config_text reports it
         return
     for unused in find_unused_settings(config):
         if unused.name in translation.settings and not unused.unmet.replaces:
@@ -91,7 +91,7 @@ def drop_unused_settings(translation: Translation) -> None:
                 )
 
 
-def read_foreign(path: Path, dataset_dir: Path | None) -> ForeignConfig:
+def read_foreign_config(path: Path, dataset_dir: Path | None) -> ForeignConfig:
     """Read another trainer's configuration (YAML 1.1), and detect the trainer. Raises UserError for other files."""
     file = read_yaml(path, Yaml11Loader)
     tree = {str(name): value for name, value in file.tree.items()}

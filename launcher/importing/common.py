@@ -4,7 +4,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from launcher.importing.translation import Translation, convert, is_off, load_table, read_kind, read_tables, split_names
+from launcher.importing.translation import (
+    Translation,
+    convert,
+    is_off,
+    load_table,
+    parse_kind,
+    read_tables,
+    split_names,
+)
 from trainer.config import UserError, aliases
 from trainer.config.errors import to_text
 from trainer.config.files import read_json
@@ -13,23 +21,23 @@ from trainer.config.yaml_core import Yaml11Loader, read_yaml
 
 REASONS: dict[str, str] = read_tables()["reasons"]
 VISION = REASONS["vision"]
-UNREAD_IMAGES = read_tables()["unread_images"].replace(" ", "")
+TEXT_ONLY_MODEL_PATTERN = read_tables()["unread_images"].replace(" ", "")
 """Pattern for the names of models that zerolora trains on text only."""
 NO_DATA = "set it to the data to train on"
-INT8 = (
+INT8_NOTE = (
     "weights (per row), inputs (per token) and matmuls are int8, without LLM.int8's 16-bit outliers; on Hopper "
     "and Ada quantization.quant_type: fp8 is faster"
 )
-TOKENIZER_TEMPLATE = "the tokenizer's chat template is used; base models may have none"
+TOKENIZER_TEMPLATE_NOTE = "the tokenizer's chat template is used; base models may have none"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
 OPTIMIZERS = load_table("transformers")["optim"].values or {}
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
 CHAT_TEMPLATES: dict[str, str] = aliases.split_names(read_tables()["chat_templates"])
 
-SHARDING_CONFIG = read_kind(read_tables()["types"]["partition"])
+SHARDING_CONFIG = parse_kind(read_tables()["types"]["partition"])
 FSDP_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 FSDP_VALUES = {*map(str.lower, FSDP_STAGES), "offload", "auto_wrap", "true"}
-ATTENTION = r"eager|sdpa|(paged\|)?flash_attention_\d|flex_attention|xformers|sage|s2|fp8|[\w.|-]+/.+"
+ATTENTION_PATTERN = r"eager|sdpa|(paged\|)?flash_attention_\d|flex_attention|xformers|sage|s2|fp8|[\w.|-]+/.+"
 
 Interval = tuple[str, float]
 """("steps", N) for every N steps, or ("s_per_epoch", N) for N times per epoch."""
@@ -44,10 +52,10 @@ def build_alpaca_prompts(style: str) -> tuple[str, str]:
     return with_input, without
 
 
-def set_preference(t: Translation, losses: Mapping[str, float] | None, length: str, *names: str) -> None:
+def set_preference(t: Translation, losses: Mapping[str, float] | None, max_length_key: str, *names: str) -> None:
     """Set preference training with weighted losses, or a reward model if `losses` is None.
 
-    `length` is the other trainer's key for the maximum length. It applies to a prompt with one answer, and ours
+    `max_length_key` is the other trainer's key for the maximum length. It applies to a prompt with one answer, and ours
     to a prompt with both answers, so the value is doubled.
     """
     for name in names:
@@ -60,8 +68,8 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, length: s
         t.put("preference.loss", next(iter(weights)) if [*weights.values()] == [1.0] else weights, *names)
     t.drop("dataset.train_on", "dataset.too_long")
     if (max_length := t.get_setting("dataset.max_length")) is not None:
-        t.put("dataset.max_length", 2 * max_length, length)
-        t.note(length, "doubled, because dataset.max_length counts both answers of a pair")
+        t.put("dataset.max_length", 2 * max_length, max_length_key)
+        t.note(max_length_key, "doubled, because dataset.max_length counts both answers of a pair")
 
 
 def check_model(t: Translation, name: str) -> None:
@@ -75,7 +83,7 @@ def check_model(t: Translation, name: str) -> None:
 def check_images(t: Translation, name: str) -> None:
     """Reject models that zerolora cannot train on images, recognized by their names."""
     t.has_images = True
-    if re.search(UNREAD_IMAGES, str(t.get(name, "")), re.IGNORECASE):
+    if re.search(TEXT_ONLY_MODEL_PATTERN, str(t.get(name, "")), re.IGNORECASE):
         t.reject(name, REASONS["images"])
 
 
@@ -110,7 +118,7 @@ def set_attention(t: Translation, *names: str) -> None:
     name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
     if name is None:
         return
-    if not re.fullmatch(ATTENTION, str(t.get(name))):
+    if not re.fullmatch(ATTENTION_PATTERN, str(t.get(name))):
         t.reject(name, "must be eager, sdpa, flash_attention_2 or _3, flex_attention, or a kernel from the Hub")
     is_plain = t.get(name) in ("eager", "sdpa")
     t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
@@ -132,7 +140,7 @@ def set_quantization_bits(t: Translation, name: str) -> None:
         t.put("adapter", "qlora", name, "finetuning_type", "peft_config.name")
     if bits == 8 and t.get_setting("adapter") == "qlora":
         t.put("quantization.quant_type", "int8", name)
-        t.note(name, INT8)
+        t.note(name, INT8_NOTE)
 
 
 def set_default_targets(t: Translation, name: str) -> None:
@@ -240,7 +248,7 @@ def set_distribution(t: Translation) -> None:
     if options is not None or not is_off(t.get("fsdp")):
         name = "fsdp" if options is None else "fsdp_config"
         if isinstance(options, str):
-            if t.foreign.find(options) is None:
+            if t.foreign.find_file(options) is None:
                 t.reject(name, "no such file; copy it here, or nest its keys under fsdp_config")
             options = read_file(t, name, options, SHARDING_CONFIG["fsdp_config"])
         set_fsdp(t, name, options or {})
@@ -252,7 +260,7 @@ def set_distribution(t: Translation) -> None:
 
 def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     """Read a YAML or JSON file as `kind`, or return None. If it is invalid, also report an error for key `name`."""
-    file = t.foreign.find(path)
+    file = t.foreign.find_file(path)
     if file is None:
         return None
     try:
@@ -304,7 +312,7 @@ def read_sharding_config(t: Translation, name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     content = read_file(t, name, value, SHARDING_CONFIG)
-    if content is None and t.foreign.find(value) is None:
+    if content is None and t.foreign.find_file(value) is None:
         set_stage_by_name(t, name, value)
     return content
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.importing import common
-from launcher.importing.translation import ForeignConfig, Translation, load_table, read_kind, read_tables, split_names
+from launcher.importing.translation import ForeignConfig, Translation, load_table, parse_kind, read_tables, split_names
 
 KEYS = load_table("llamafactory")
 V1_KEYS = load_table("llamafactory_v1")
@@ -13,9 +13,9 @@ V1_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
 """Converter in the v1 layout (USE_V1=1) -> our format."""
 _TABLES = read_tables()
 TURNS, ROLES = (_TABLES["llamafactory_formats"][name] for name in ("turns", "roles"))
-ENTRY = read_kind(_TABLES["types"]["llamafactory_source"])
+ENTRY_TYPE = parse_kind(_TABLES["types"]["llamafactory_source"])
 """Type of an entry in dataset_info.json."""
-V1_SOURCES = read_kind(_TABLES["types"]["llamafactory_v1_sources"])
+V1_SOURCES = parse_kind(_TABLES["types"]["llamafactory_v1_sources"])
 
 
 def translate(foreign: ForeignConfig) -> Translation:
@@ -98,7 +98,7 @@ def read_v1_sources(t: Translation) -> list[dict[str, Any]]:
         if entry.get("converter") not in V1_FORMATS:
             t.reject("train_dataset", f"{name}: set converter to one of {', '.join(V1_FORMATS)}")
         format_, path = V1_FORMATS.get(entry.get("converter"), "auto"), entry.get("path", "")
-        source = {"path": str(t.foreign.find(path) or path), "format": format_, "max_samples": entry.get("size")}
+        source = {"path": str(t.foreign.find_file(path) or path), "format": format_, "max_samples": entry.get("size")}
         source |= {key: entry[key] for key in ("split", "weight") if key in entry}
         sources.append({key: value for key, value in source.items() if value not in (None, "train")})
     t.note("train_dataset", "a conversation is one example; instruction and input are joined by a blank line")
@@ -128,7 +128,7 @@ def translate_data(t: Translation) -> None:
         t.put("dataset.chat_template", common.CHAT_TEMPLATES[template], "template")
     elif template and not is_pretraining:
         reasoning_note = ", and reasoning in the records is trained on" * template.endswith("_nothink")
-        t.note("template", f"{template}: {common.TOKENIZER_TEMPLATE}{reasoning_note}")
+        t.note("template", f"{template}: {common.TOKENIZER_TEMPLATE_NOTE}{reasoning_note}")
     if t.get("enable_thinking") is False:
         t.put("dataset.thinking", "empty", "enable_thinking")
         t.note("enable_thinking", "if the chat template does not have enable_thinking, set dataset.thinking: strip")
@@ -137,7 +137,7 @@ def translate_data(t: Translation) -> None:
 
 def translate_sources(t: Translation, names: list[str]) -> None:
     folder = t.get("dataset_dir", "data")
-    file = t.foreign.find(f"{folder}/dataset_info.json")
+    file = t.foreign.find_file(f"{folder}/dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
     if folder.startswith(("REMOTE:", "ONLINE")):
         t.reject("dataset_dir", "a list of datasets on the Hub is not supported; download the list and set its folder")
@@ -158,7 +158,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if name not in info:
         t.reject(key, f"{name} is missing or empty in {file}; add it there, or correct the name")
         return {}
-    entry = common.convert_part(t, key, str(file), name, ENTRY, info[name])
+    entry = common.convert_part(t, key, str(file), name, ENTRY_TYPE, info[name])
     if entry is None:
         return {}
     columns, tags, formatting = entry.get("columns", {}), entry.get("tags", {}), entry.get("formatting", "alpaca")

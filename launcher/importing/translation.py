@@ -51,7 +51,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyMapping:
     """Describes how one key of another trainer is translated."""
 
     kind: Any = Any
@@ -73,7 +73,7 @@ class Key:
     """Why the key is left out, and what to do instead."""
 
 
-Table = Mapping[str, Key]
+Table = Mapping[str, KeyMapping]
 
 
 @cache
@@ -82,13 +82,13 @@ def read_tables() -> dict[str, Any]:
     return dict(read_table(Path(__file__).with_name("tables.yaml")))
 
 
-def load_table(name: str) -> dict[str, Key]:
+def load_table(name: str) -> dict[str, KeyMapping]:
     source = read_tables()[name]
-    table: dict[str, Key] = {}
+    table: dict[str, KeyMapping] = {}
     for names, row in source.get("rows", {}).items():
         table |= dict.fromkeys(names.split(), _parse_key(row))
     for names, why in source.get("refused", {}).items():
-        table |= dict.fromkeys(names.split(), Key(refused=why))
+        table |= dict.fromkeys(names.split(), KeyMapping(refused=why))
     for word, keys in source.items():
         for entry in keys.split() if word in ("copy", "none", *KINDS) else ():
             key, _, no_value = entry.partition("!")
@@ -97,27 +97,29 @@ def load_table(name: str) -> dict[str, Key]:
             setting = (setting or ALIASES.get(key, key)) if word == "copy" else ""
             kind = _find_setting_kind(setting) if setting else KINDS.get(word, Any)
             unless = (parse_scalar(no_value),) if no_value else ()
-            table.setdefault(key, Key(kind, setting, parse_scalar(default) if default else UNSET, unless))
+            table.setdefault(key, KeyMapping(kind, setting, parse_scalar(default) if default else UNSET, unless))
     for names, why in source.get("left_out", {}).items():
-        table |= {key: replace(table.get(key, Key()), left_out=why) for key in names.split()}
+        table |= {key: replace(table.get(key, KeyMapping()), left_out=why) for key in names.split()}
     return (load_table(source["includes"]) if "includes" in source else {}) | table
 
 
-def _parse_key(row: Mapping[str, Any]) -> Key:
-    kind, values, unless = read_kind(row.get("kind")), row.get("values"), tuple(row.get("unless", ()))
+def _parse_key(row: Mapping[str, Any]) -> KeyMapping:
+    kind, values, unless = parse_kind(row.get("kind")), row.get("values"), tuple(row.get("unless", ()))
     values = {value: value for value in values} if isinstance(values, list) else values and _split_keys(values)
-    return Key(**{**row, "kind": kind, "values": values, "unless": unless, "notes": _split_keys(row.get("notes", {}))})
+    return KeyMapping(
+        **{**row, "kind": kind, "values": values, "unless": unless, "notes": _split_keys(row.get("notes", {}))}
+    )
 
 
 def _split_keys(row: Mapping[Any, Any]) -> dict[str, Any]:
     return {word: value for words, value in row.items() for word in str(words).lower().split()}
 
 
-def read_kind(kind: Any) -> Any:
+def parse_kind(kind: Any) -> Any:
     if isinstance(kind, list):
-        return tuple(map(read_kind, kind))
+        return tuple(map(parse_kind, kind))
     if isinstance(kind, dict):
-        return [read_kind(kind["each"])] if "each" in kind else {key: read_kind(inner) for key, inner in kind.items()}
+        return [parse_kind(kind["each"])] if "each" in kind else {key: parse_kind(inner) for key, inner in kind.items()}
     words = kind.split(" | ") if kind else ["any"]
     constants = tuple(parse_scalar(word) for word in words if word not in KINDS and word != "any")
     types = [KINDS.get(word, Any) for word in words if word in KINDS or word == "any"]
@@ -157,7 +159,7 @@ class ForeignConfig:
             return f"{self.path}:{line}: {name}"
         return f"--{name}" if self.is_command_line else f"{self.label}: {name}"
 
-    def find(self, name: str) -> Path | None:
+    def find_file(self, name: str) -> Path | None:
         """Return the file `name` from the configuration's folder or the nearest parent folder that contains it."""
         paths = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
         return next((Path(path) for path in paths if os.path.isfile(path)), None)
@@ -198,12 +200,12 @@ class Translation:
     def get_first(self, *names: str) -> Any:
         return next((self._values[name] for name in names if name in self._values), None)
 
-    def get_setting(self, dotted: str) -> Any:
+    def get_setting(self, setting: str) -> Any:
         """Return the current value of one of our settings; None if it is not set."""
-        return self.settings[dotted].value if dotted in self.settings else None
+        return self.settings[setting].value if setting in self.settings else None
 
-    def put(self, dotted: str, value: Any, *names: str) -> None:
-        self.settings[dotted] = Setting(value, tuple(name for name in names if self._get_raw(name) not in EMPTY))
+    def put(self, setting: str, value: Any, *names: str) -> None:
+        self.settings[setting] = Setting(value, tuple(name for name in names if self._get_raw(name) not in EMPTY))
 
     def put_sources(self, sources: Sequence[Mapping[str, Any]], *names: str) -> None:
         if len(sources) > 1:
@@ -254,7 +256,7 @@ class Translation:
                 return None
         return value
 
-    def _translate(self, name: str, key: Key, value: Any) -> None:
+    def _translate(self, name: str, key: KeyMapping, value: Any) -> None:
         before = len(self._mistakes)
         if self.foreign.is_command_line and isinstance(key.kind, list) and not isinstance(value, list):
             value = [value]

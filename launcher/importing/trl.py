@@ -9,22 +9,22 @@ from typing import Any
 from launcher.importing import common
 from launcher.importing.translation import EMPTY, ForeignConfig, Translation, load_table, read_tables, split_names
 from trainer.config import UserError
-from trainer.config.yaml_core import Yaml11Loader, parse, read_yaml
+from trainer.config.yaml_core import Yaml11Loader, parse_yaml_value, read_yaml
 
 REFUSED_SCRIPTS: dict[str, str] = read_tables()["trl_scripts"]
 WHOLE_CONVERSATIONS = (
     "TRL trains on whole conversations, but only on the completions of prompt-completion records; for those, set "
     "dataset.train_on: assistant"
 )
-UNPAIRED = "labeled answers are recognized by their fields; for pairs, set dataset.format: unpaired"
+UNPAIRED_NOTE = "labeled answers are recognized by their fields; for pairs, set dataset.format: unpaired"
 KEYS = load_table("trl")
-OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
+DEEPSPEED_OPTIONS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
 """DeepSpeed options in accelerate."""
 SCRIPTS = {name: load_table(f"trl_{name}") for name in ("dpo", "kto", "reward")}
 """Tables for the scripts that train on pairs or labeled answers."""
 
 
-def read_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
+def parse_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
     """Parse the command line of a script and its launcher: `--name value`, `--name=value` and `--flag`."""
     script = next((word for word in arguments if word.endswith(".py")), "")
     if arguments[0] == "trl":
@@ -70,7 +70,7 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
         read: Any = values if len(values) > 1 else values[0] if values else not is_negated
         if isinstance(read, str) and read.startswith("{"):
             with suppress(ValueError, UserError):
-                read = parse(read)
+                read = parse_yaml_value(read)
         options.setdefault(name.removeprefix("no_") if is_negated else name, None if read == "None" else read)
         values = []
     return options
@@ -91,7 +91,7 @@ def translate(foreign: ForeignConfig) -> Translation:
         common.set_preference(t, read_losses(t), "max_length", "loss_type", "loss_weights", "rpo_alpha")
     elif script == "kto":
         common.set_preference(t, {"kto": 1.0}, "max_length", "loss_type")
-        t.note("loss_type" if t.get("loss_type") else "dataset_name", UNPAIRED)
+        t.note("loss_type" if t.get("loss_type") else "dataset_name", UNPAIRED_NOTE)
     elif script == "reward":
         common.set_preference(t, None, "max_length", "max_length")
     else:
@@ -126,7 +126,7 @@ def translate_adapter(t: Translation) -> None:
         t.reject("load_in_4bit" if four else "load_in_8bit", "quantized weights cannot be trained; add --use_peft")
     if kind == "qlora" and not four:
         t.put("quantization.quant_type", "int8", "load_in_8bit")
-        t.note("load_in_8bit", common.INT8)
+        t.note("load_in_8bit", common.INT8_NOTE)
     common.set_default_targets(t, "use_peft")
     common.set_experts(t)
 
@@ -169,7 +169,7 @@ def translate_accelerate(t: Translation) -> None:
     names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")
     name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)
     if name in launcher:
-        options = {option: value for option in OPTIONS if (value := t.get(option)) is not None}
+        options = {option: value for option in DEEPSPEED_OPTIONS if (value := t.get(option)) is not None}
         common.set_sharding(t, name, {"distributed_type": launcher[name], "deepspeed_config": options})
     elif name is not None:
         common.set_sharding(t, name, t.get(name))

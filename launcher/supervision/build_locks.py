@@ -17,7 +17,20 @@ from launcher.supervision.terminal import say
 
 # A build closes its lock just before removing it.
 MIN_AGE_S = 5.0
-NETWORK_TYPES = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "afs", "wekafs", "panfs")
+NETWORK_FILE_SYSTEMS = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb",
+    "fuse",
+    "9p",
+    "afs",
+    "wekafs",
+    "panfs",
+)
 
 
 @dataclass(frozen=True)
@@ -67,4 +80,4 @@ def _is_on_network(folder: Path) -> bool:
     real = os.path.realpath(folder)
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     above = [mount for mount in kinds if real == mount or real.startswith(mount.rstrip("/") + "/")]
-    return kinds[max(above, key=len)].startswith(NETWORK_TYPES) if above else False
+    return kinds[max(above, key=len)].startswith(NETWORK_FILE_SYSTEMS) if above else False

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.supervision.terminal import say
 from trainer.config import UserError
 from trainer.contract.heartbeat import STACK_PREFIX, HangReport, Heartbeat, read_heartbeats
-from trainer.contract.rank_errors import RankError, read_errors
+from trainer.contract.rank_errors import RankErrorRecord, read_errors
 from trainer.contract.rendezvous import get_host_name
 
 TRACEBACK_LINES = 12
@@ -85,7 +85,7 @@ class FailureEvidence:
             say(reason := f"error: {mistakes[0].text}")
             return FailureSummary(self.code, reason, is_user_error=True)
         ranks_with_error = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
-        rank = self._find_root_rank(ranks_with_error)
+        rank = self._find_root_cause_rank(ranks_with_error)
         if rank is None or not (_was_killed(self.exits[rank]) or rank in ranks_with_error):
             if self.lost:
                 return self._report_lost_host(beats)
@@ -121,7 +121,7 @@ class FailureEvidence:
         say(f"full log: {self.logs / 'launcher.log'}")
         return FailureSummary(1, reason, ranks[0] if ranks else None)
 
-    def _find_root_rank(self, ranks_with_error: Set[int]) -> int | None:
+    def _find_root_cause_rank(self, ranks_with_error: Set[int]) -> int | None:
         """Return the root-cause rank: the first one that was killed, else one with an error, else the first to exit."""
         if not self.exits:
             return None
@@ -243,7 +243,7 @@ def read_tail(text: str) -> list[str]:
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
 
 
-def _has_own_error(text: str, error: RankError | None) -> bool:
+def _has_own_error(text: str, error: RankErrorRecord | None) -> bool:
     """Return whether a rank's error or log shows that it failed on its own, not because of another rank."""
     if error is not None and error.is_consequence:
         return False

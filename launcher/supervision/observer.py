@@ -16,7 +16,7 @@ from launcher.supervision.terminal import say
 from trainer.contract.heartbeat import HangReport, Heartbeat, read_hang_report, read_heartbeats
 from trainer.contract.rendezvous import get_host_name
 
-LOCKS_EVERY_S = 10.0
+LOCK_CHECK_INTERVAL_S = 10.0
 # srun waits forever for a node if the slurmstepd there was killed after its rank had exited.
 LAUNCHER_EXIT_S = 35.0  # longer than a failed run's ranks are given to exit
 # Far longer than any interval between two heartbeats.
@@ -100,7 +100,7 @@ class FolderWatch:
 
 
 class Observer:
-    def __init__(self, logs: Path, ranks: int, remote: RemoteRanks | None, hang_timeout_s: float) -> None:
+    def __init__(self, logs: Path, world_size: int, remote: RemoteRanks | None, hang_timeout_s: float) -> None:
         self.folder, self.log = FolderWatch(logs), LauncherLog(logs / "launcher.log")
         self.ranks: dict[int, psutil.Process] = {}
         """Processes of the known ranks on this host."""
@@ -112,7 +112,7 @@ class Observer:
         """Whether the ranks' launcher has reported a failed rank or host."""
         self.silence: HangReport | None = None
         self.has_reported_hang = False
-        self._logs, self._world_size, self._remote = logs, ranks, remote
+        self._logs, self._world_size, self._remote = logs, world_size, remote
         self._unfinished: dict[int, Heartbeat] = {}
         self._changed_at = time.monotonic()
         self._silence_s = 1.5 * hang_timeout_s + SILENCE_S if hang_timeout_s else math.inf
@@ -141,7 +141,7 @@ class Observer:
             self._all_ended_at = (self._all_ended_at or now) if ended else None
         if now > self._locks_due_at:
             # Before its first step, this run may be waiting for a build that was killed.
-            self._locks_due_at = math.inf if self.has_begun_step else now + LOCKS_EVERY_S
+            self._locks_due_at = math.inf if self.has_begun_step else now + LOCK_CHECK_INTERVAL_S
             remove_stale_locks()
         unfinished = {rank: beat for rank, beat in beats.items() if beat.exit_code is None}
         if unfinished != self._unfinished or not unfinished:

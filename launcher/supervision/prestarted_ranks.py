@@ -26,7 +26,7 @@ from trainer.contract.rendezvous import get_host_name
 
 POLL_S = 0.05
 TIMEOUT_S = 10.0
-FAILED = "the run failed during its checks"
+CHECKS_FAILED = "the run failed during its checks"
 _SIGNALS_BY_CODE = {get_signal_exit_code(number): number for number in FORWARDED_SIGNALS}
 
 
@@ -93,7 +93,7 @@ class PrestartedRanks:
                 stopped_s[rank] = stopped_s[rank] + POLL_S if is_stopped(psutil.Process(process.pid)) else 0.0
                 if stopped_s[rank] > hang_timeout_s:
                     where = f"rank {rank} on {get_host_name()}"
-                    say(f"{FAILED}: the run is hung: {where} is stopped (SIGSTOP, or a debugger)")
+                    say(f"{CHECKS_FAILED}: the run is hung: {where} is stopped (SIGSTOP, or a debugger)")
                     self.kill()
                     return EXIT_FAILED
         return self._stop()
@@ -124,7 +124,7 @@ class PrestartedRanks:
         if rank or status <= 0:
             self._output.seek(0)
             say(self._output.read().decode(errors="replace").rstrip())
-            say(f"{FAILED}: rank {rank} on {get_host_name()} {describe_status(status)}")
+            say(f"{CHECKS_FAILED}: rank {rank} on {get_host_name()} {describe_status(status)}")
         return code or 1
 
     def _stop(self) -> int:

@@ -87,12 +87,12 @@ def is_stopped(process: psutil.Process) -> bool:
         return False
 
 
-def run_child(argv: Sequence[str], failed: str = "") -> int:
+def run_child(argv: Sequence[str], failure_message: str = "") -> int:
     """Run `python -m launcher.module ...` in this terminal, and return its exit code.
 
     Forwards signals. Kills the child on a second signal, or CHILD_TIMEOUT_S after the first. After a signal,
     the exit code is 128 plus the number of the first one, or 75 for SIGUSR1. If a signal kills the child, but
-    this process received none, prints a message that begins with `failed`, if given.
+    this process received none, prints a message that begins with `failure_message`, if given.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it
     child = subprocess.Popen(argv, start_new_session=True)
@@ -116,6 +116,6 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
             signal.signal(forwarded, handler)
     if received:
         return get_signal_exit_code(received[0][0])
-    if code < 0 and failed:
-        say(f"{failed}: process {child.pid} on {get_host_name()} {describe_status(code)}")
+    if code < 0 and failure_message:
+        say(f"{failure_message}: process {child.pid} on {get_host_name()} {describe_status(code)}")
     return to_exit_code(code)

@@ -33,7 +33,7 @@ _PDSH_STATUS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$",
 _SSH_MESSAGE = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
 _SSH_ERROR = "255"
 # Written by DeepSpeed's launcher on a host once one of its ranks has failed.
-_FAILURE = "Killing subprocess"
+_DEEPSPEED_FAILURE = "Killing subprocess"
 # "srun: error: n2: task 1: Exited with exit code 1", "srun: error: n2: tasks 0-7: Killed"; also for lost nodes.
 _SRUN_FAILURE = re.compile(r"^srun: error: .*?(?:[Tt]ask|Node).*?(?:exit code (\d+))?$", re.M)
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
@@ -65,8 +65,8 @@ class RemoteRanks:
         """Return the exit status (negative for a signal) of each rank reported in the launcher's log."""
         return {int(rank): -int(number) for rank, number in _MPIRUN_STATUS.findall(log)}
 
-    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        """Return the evidence for each lost host; `before` is the log's text before this process killed any rank."""
+    def find_lost_hosts(self, log_before_kill: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        """Return the evidence for each lost host; `log_before_kill` is the log before this process killed a rank."""
         return {}
 
     def is_launcher_failure(self, status: int, log: str) -> bool:
@@ -87,7 +87,7 @@ class SrunRanks(RemoteRanks):
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         return {rank: status for rank, status in _parse_srun(_SRUN_ENDS.split(log)[0]).items() if status}
 
-    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+    def find_lost_hosts(self, log_before_kill: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         unstarted = {host: f"srun could not start its ranks: {reason}" for host, reason in _SRUN_UNSTARTED.findall(log)}
         if unstarted:
             return unstarted
@@ -139,10 +139,10 @@ class SshRanks(RemoteRanks):
                 statuses[min(silent, key=lambda rank: beats[rank].time)] = decode_exit_code(int(code))
         return statuses
 
-    def find_lost_hosts(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
-        # Only `before`, because ssh also returns 255 when this launcher kills a host's launcher.
-        labels = [label for label, code in _PDSH_STATUS.findall(before) if code == _SSH_ERROR]
-        messages = {label: re.findall(_SSH_MESSAGE.format(re.escape(label)), before, re.M) for label in labels}
+    def find_lost_hosts(self, log_before_kill: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        # Only `log_before_kill`, because ssh also returns 255 when this launcher kills a host's launcher.
+        labels = [label for label, code in _PDSH_STATUS.findall(log_before_kill) if code == _SSH_ERROR]
+        messages = {label: re.findall(_SSH_MESSAGE.format(re.escape(label)), log_before_kill, re.M) for label in labels}
         return {
             host: messages[label][-1] if messages[label] else f"ssh exited with code {_SSH_ERROR}"
             for label in labels
@@ -189,7 +189,7 @@ class LauncherLog:
         """Return whether the log reports a failed rank or host; an incomplete last line is ignored."""
         lines = self.read().rpartition("\n")[0]
         codes = [code for _, code in _PDSH_STATUS.findall(lines)] + _SRUN_FAILURE.findall(lines)
-        return _FAILURE in lines or any(int(code or 1) not in STOP_CODES for code in codes)
+        return _DEEPSPEED_FAILURE in lines or any(int(code or 1) not in STOP_CODES for code in codes)
 
     def read(self) -> str:
         """Return the log's text, or the text of the last successful read if the file cannot be read."""

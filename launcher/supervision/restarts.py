@@ -62,7 +62,7 @@ StartAttempt = Callable[[Sequence[str]], AttemptResult]
 """Function that starts the ranks with additional `key=value` settings and returns how the attempt ended."""
 
 
-class Restarts:
+class RestartLoop:
     """Starts a run's ranks until they succeed or a restart would not help."""
 
     def __init__(

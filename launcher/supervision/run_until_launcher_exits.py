@@ -10,7 +10,7 @@ import sys
 import time
 
 from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, to_exit_code
-from trainer.contract.launcher_process import LauncherWatch, exit_with_children
+from trainer.contract.launcher_process import LauncherWatch, kill_children_and_exit
 
 POLL_S = 0.1
 TIMEOUT_S = 8.0
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda number, frame: received.append(number))
     child = subprocess.Popen(argv)
     watch = LauncherWatch(os.environ, is_rank=False)
-    while child.poll() is None and watch.find_lost_launcher() is None:
+    while child.poll() is None and watch.describe_lost_launcher() is None:
         while received:
             child.send_signal(received.pop(0))
         time.sleep(POLL_S)
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         try:
             child.wait(TIMEOUT_S)
         finally:
-            exit_with_children(EXIT_FAILED)
+            kill_children_and_exit(EXIT_FAILED)
     return to_exit_code(child.returncode)
 
 

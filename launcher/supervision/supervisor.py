@@ -40,7 +40,7 @@ from trainer.contract.exit_codes import (
     is_stop_status,
     to_exit_code,
 )
-from trainer.contract.heartbeat import clear_heartbeats, read_hang_report, read_heartbeats
+from trainer.contract.heartbeat import clear_rank_reports, read_hang_report, read_heartbeats
 from trainer.contract.launcher_process import touch_alive_file
 from trainer.contract.restart_record import RestartNote
 
@@ -63,7 +63,7 @@ class RunState(Enum):
     """After a failure: the other ranks must exit by the deadline."""
 
 
-class Abort(Enum):
+class AbortReason(Enum):
     """Reason to stop watching a run, and to kill it, before all its processes have exited."""
 
     AT_ONCE = auto()
@@ -116,7 +116,7 @@ class Supervisor:
         self._start = start or (lambda log: command.start(log, log))
         self.command, self.logs, self.remote = command, logs, remote
         self.state = RunState.STARTING
-        self.abort: Abort | None = None
+        self.abort: AbortReason | None = None
         self.deadline = math.inf
         """Value of time.monotonic() at which remaining ranks are killed."""
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -133,7 +133,7 @@ class Supervisor:
     def run(self) -> int:
         """Run the ranks until they end; return 0, 1 (failed), 2 (usage), 75 (preempted), 77 (restart) or 128 + N."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        clear_heartbeats(self.logs)
+        clear_rank_reports(self.logs)
         sizes = read_log_sizes(self.logs)
         ended = threading.Event()
         handlers = {number: signal.signal(number, self.stop.record) for number in FORWARDED_SIGNALS}
@@ -150,17 +150,17 @@ class Supervisor:
             try:
                 self._watch()
             finally:
-                if self.remote is not None and self.abort is not Abort.UNREACHABLE:
+                if self.remote is not None and self.abort is not AbortReason.UNREACHABLE:
                     self.remote.kill(self.processes[0], self.logs)
                 kill_sessions([process.pid for process in self.processes])
             self._record_exits()
             codes = [process.wait() for process in self.processes]
-            waits = self.abort is not Abort.AT_ONCE and (any(codes) or self.remote is not None)
+            waits = self.abort is not AbortReason.AT_ONCE and (any(codes) or self.remote is not None)
             if waits and not self.observer.folder.wait_until_readable(self.signals):
                 return choose_fallback_exit_code(codes, self.signals)
-            if self.abort is Abort.OUTLIVED:  # the launcher's code reflects only the signal that killed it
+            if self.abort is AbortReason.OUTLIVED:  # the launcher's code reflects only the signal that killed it
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
-            return self._choose_exit_code([EXIT_FAILED] if self.abort is Abort.UNREACHABLE else codes, sizes)
+            return self._choose_exit_code([EXIT_FAILED] if self.abort is AbortReason.UNREACHABLE else codes, sizes)
         finally:
             ended.set()
             for number, handler in handlers.items():
@@ -176,13 +176,13 @@ class Supervisor:
             if self.abort is None:
                 time.sleep(POLL_S)
 
-    def _advance(self) -> Abort | None:
+    def _advance(self) -> AbortReason | None:
         if self.signals and self._stop():
-            return Abort.AT_ONCE
+            return AbortReason.AT_ONCE
         if self.observer.silence is not None:
-            return Abort.SILENT
+            return AbortReason.SILENT
         if self.observer.has_outlived_ranks():
-            return Abort.OUTLIVED
+            return AbortReason.OUTLIVED
         now = time.monotonic()
         if math.isinf(self.deadline):
             self._set_deadline(now)
@@ -192,7 +192,7 @@ class Supervisor:
             if self.remote is not None:
                 self.remote.kill(self.processes[0], self.logs)
                 if now - self.deadline > END_TIMEOUT_S:
-                    return Abort.UNREACHABLE
+                    return AbortReason.UNREACHABLE
         return None
 
     def _set_deadline(self, now: float) -> None:
@@ -216,7 +216,7 @@ class Supervisor:
                 if not is_alive(process):
                     self.exits[rank] = RankExit(time.monotonic())
             elif (status := self.processes[rank].poll()) is not None:
-                is_killing = self.abort is Abort.AT_ONCE or time.monotonic() > self.deadline
+                is_killing = self.abort is AbortReason.AT_ONCE or time.monotonic() > self.deadline
                 was_killed = status == -signal.SIGKILL and is_killing
                 self.exits[rank] = RankExit(time.monotonic(), status, killed_by_launcher=was_killed)
 
@@ -258,13 +258,13 @@ class Supervisor:
             codes |= self.observer.exit_codes
         return not codes.isdisjoint(STOP_CODES)
 
-    def _choose_exit_code(self, codes: list[int], sizes: dict[str, int]) -> int:
+    def _choose_exit_code(self, codes: list[int], log_sizes: dict[str, int]) -> int:
         beats = read_heartbeats(self.logs).values()
         if not any(codes) and (self.remote is None or all(beat.exit_code == 0 for beat in beats)):
             return EXIT_OK
         if hang := read_hang_report(self.logs) or self.observer.silence:
             hang = add_host_names(hang, self.remote)
-            self.failure = report_hang(self.logs, sizes, hang, is_reported=self.observer.has_reported_hang)
+            self.failure = report_hang(self.logs, log_sizes, hang, is_reported=self.observer.has_reported_hang)
             return EXIT_FAILED
         self.observer.exit_codes = {beat.exit_code for beat in beats}
         # Errors in ranks that were waiting for a stopped rank are not failures.
@@ -272,7 +272,7 @@ class Supervisor:
         waited = {rank for rank, rank_exit in self.exits.items() if has_stopped and rank_exit.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stop_status(code) and rank not in waited]
         # A signal to a run that is already failing, for example after losing a node, does not hide the failure.
-        at_once = self.abort is Abort.AT_ONCE
+        at_once = self.abort is AbortReason.AT_ONCE
         before_steps = not self.observer.has_begun_step and self.state is not RunState.FAILING
         if self.signals and (not failed or at_once or before_steps or has_stopped):
             return choose_stop_code(self.signals, immediate=at_once)
@@ -280,10 +280,10 @@ class Supervisor:
         if stopped and not failed:
             return stopped[0]  # another process signaled the ranks, and they have saved
         if EXIT_USAGE in failed:
-            return self._report_failure(EXIT_USAGE, sizes)
-        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, sizes)
+            return self._report_failure(EXIT_USAGE, log_sizes)
+        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, log_sizes)
 
-    def _report_failure(self, code: int, sizes: dict[str, int]) -> int:
+    def _report_failure(self, code: int, log_sizes: dict[str, int]) -> int:
         """Report the failure and return 2 for a user error, 128 + N if signal N killed the failed rank, else 1.
 
         If a rank ran out of memory and requests a restart, return 77 without a report.
@@ -297,14 +297,18 @@ class Supervisor:
             lost = self.remote.find_lost_hosts(before, log, read_heartbeats(self.logs))
         else:
             failed = {rank: rank_exit for rank, rank_exit in self.exits.items() if rank_exit.status != 0}
-        self.failure = FailureEvidence(self.logs, sizes, failed, code, lost, self._has_launcher_failed()).report()
+        self.failure = FailureEvidence(self.logs, log_sizes, failed, code, lost, self._has_launcher_failed()).report()
         status = self.failure.status
         if code == EXIT_USAGE:
             return EXIT_USAGE
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        if self.remote is None or self.state is RunState.FAILING or self.abort in (Abort.OUTLIVED, Abort.UNREACHABLE):
+        if (
+            self.remote is None
+            or self.state is RunState.FAILING
+            or self.abort in (AbortReason.OUTLIVED, AbortReason.UNREACHABLE)
+        ):
             return False
         return self.remote.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
 

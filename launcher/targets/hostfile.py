@@ -45,7 +45,7 @@ def read_hostfile(path: Path) -> Slots:
     return slots
 
 
-def choose_slots(
+def filter_slots(
     slots: Slots,
     *,
     include: str | None = None,

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.targets.hostfile import choose_slots
+from launcher.targets.hostfile import filter_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
 from trainer.contract.default_ranks import is_in_allocation, read_ranks_per_node
@@ -23,7 +23,7 @@ from trainer.contract.rendezvous import compute_job_port
 NODE_TIMEOUT_S = 60.0
 RETRY_AFTER_S = 10.0
 # SLURM appends an asterisk to the state of an unresponsive node: "down*", "mixed*".
-_LOST = re.compile(r"down|fail|\*$", re.I)
+_LOST_STATE = re.compile(r"down|fail|\*$", re.I)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
     limit = read_ranks_per_node(env)
     # If the job does not set the number of ranks per node, --num-gpus does.
     slots = {name: list(range(limit or filters.get("num_gpus") or 1)) for name in names}
-    slots = choose_slots(slots, **filters)
+    slots = filter_slots(slots, **filters)
     return Allocation(int(env["SLURM_JOB_ID"]), tuple(slots), len(next(iter(slots.values()))))
 
 
@@ -107,22 +107,22 @@ def detect_lost_nodes(allocation: Allocation) -> list[str]:
     command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     listing = subprocess.run(command, capture_output=True, text=True).stdout
     states = [line.split() for line in listing.splitlines()]
-    lost = [fields[0] for fields in states if len(fields) == 2 and _LOST.search(fields[1])]
+    lost = [fields[0] for fields in states if len(fields) == 2 and _LOST_STATE.search(fields[1])]
     if lost:
         return list(dict.fromkeys(lost))  # a node is listed once per partition
-    silent = _detect_silent_nodes(allocation.nodes)
+    silent = _detect_unresponsive_nodes(allocation.nodes)
     if silent:
         time.sleep(RETRY_AFTER_S)
-    return _detect_silent_nodes(silent)
+    return _detect_unresponsive_nodes(silent)
 
 
-def can_be_requeued(job: int) -> bool:
+def can_be_requeued(job_id: int) -> bool:
     """Return whether SLURM may requeue the job, i.e. it is a batch job submitted with `--requeue`."""
-    description = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
+    description = subprocess.run(["scontrol", "show", "job", str(job_id)], capture_output=True, text=True).stdout
     return all(re.search(rf"\b{flag}=1\b", description) for flag in ("Requeue", "BatchFlag"))
 
 
-def _detect_silent_nodes(nodes: Sequence[str]) -> list[str]:
+def _detect_unresponsive_nodes(nodes: Sequence[str]) -> list[str]:
     with ThreadPoolExecutor(max_workers=64) as pool:
         responding = list(pool.map(_is_responding, nodes))
     return [node for node, responds in zip(nodes, responding, strict=True) if not responds]

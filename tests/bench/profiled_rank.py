@@ -67,5 +67,5 @@ def _end(progress: Progress) -> dict[str, float] | None:
 
 
 _imports, _progress = cast(Any, _frozen_importlib), cast(Any, Progress)
-_plain_load, _plain_change, _plain_end = _imports._load_unlocked, Progress._change, Progress.take_startup_times
-_imports._load_unlocked, _progress._change, _progress.take_startup_times = _load, _change, _end
+_plain_load, _plain_change, _plain_end = _imports._load_unlocked, Progress._set_phases, Progress.take_startup_times
+_imports._load_unlocked, _progress._set_phases, _progress.take_startup_times = _load, _change, _end

@@ -105,7 +105,7 @@ def main() -> None:
         schedule: Any = SimpleNamespace(last_epoch=0, base_lrs=[0.0])
         for step in range(1, arguments.saves + 1):
             begun = time.perf_counter()
-            saves.copy(engine)
+            saves.capture(engine)
             saves.save(engine, Position(step=step), schedule, None, None)  # type: ignore[arg-type]
             in_begin = time.perf_counter() - begun
             waited, longest = waited_until(run_dir / f"checkpoint-{step}")

@@ -30,7 +30,11 @@ BEFORE_A_STEP = ("begin", "tokenise", "load", "first step")
 MARGIN_S, START_S = 15.0, 60.0
 # Losses of one rank: of the held-out micro-batches before training, one a step, those of the evaluation after step 6.
 HELD_OUT = HELD_OUT_CHATS // (2 * BATCH)
-LOSS_CALL = {"first step": HELD_OUT + 1, "step": HELD_OUT + 6, "evaluate": HELD_OUT + EVALUATE_EVERY + 1}
+LOSS_CALL = {
+    "first step": HELD_OUT + 1,
+    "step": HELD_OUT + 6,
+    "evaluate": HELD_OUT + EVALUATE_EVERY + 1,
+}
 EVERY = ("tokenise", "load", "first step", "step", "evaluate", "save", "end")
 CLOCK = Path(__file__).with_name("clock.c")
 CPU, GPUS, SSH, SLURM = Local.name, OnGpus.name, ThroughSsh.name, ThroughSlurm.name

@@ -13,7 +13,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, Train
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_layers import find_expert_modules, list_expert_tensors
-from trainer.parallel.engine.deepspeed_engine import announce_partitioning, build_deepspeed_config, start_engine
+from trainer.parallel.engine.deepspeed_engine import build_deepspeed_config, enable_transformers_zero3, start_engine
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.ranks.group import exit_process, leave_process_group
@@ -80,7 +80,7 @@ def measured(folder: Path, kind: str, adapted: str, gather: str, *, recomputed: 
     base = load_base_model(
         str(folder / model_name), ModelSection(), shards=shards, deepspeed_config=None if shards else config, **how
     )
-    with announce_partitioning(config):
+    with enable_transformers_zero3(config):
         torch.manual_seed(0)
         model: Any = apply_adapter(base, ADAPTERS[adapted], torch.float32)
     install_expert_forwards(model, on_gpu=True)  # on a CPU the operator is plain torch: frozen experts by it as well

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.supervision.restarts import AttemptResult, Restarts
+from launcher.supervision.restarts import AttemptResult, RestartLoop
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import share_stdout
 from launcher.targets.local import build_local_command
@@ -28,4 +28,4 @@ if __name__ == "__main__":
         code = Supervisor(command, Path(folder) / "logs").run()
         return AttemptResult(code, ranks=command.ranks)
 
-    sys.exit(Restarts(Path(folder), start, max_restarts=0, resumes=False).run())
+    sys.exit(RestartLoop(Path(folder), start, max_restarts=0, resumes=False).run())

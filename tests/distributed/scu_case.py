@@ -137,7 +137,7 @@ def on_engine(
             if last:
                 chunks = steering.information.chunks
                 out["partitioned"] += sum(p.numel() == 0 for chunk in chunks for p in (*chunk.a, *chunk.b))
-                loss = loss + ACCUMULATION * steering.penalty(step)
+                loss = loss + ACCUMULATION * steering.compute_penalty(step)
                 out["lambda"].append(steering.lambda_)
             engine.backward(loss)
             if last:

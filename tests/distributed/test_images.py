@@ -227,10 +227,10 @@ def test_what_is_exported_for_kohya_draws_the_same(runs: Matrix, name: str, tmp_
 def test_the_merged_pipeline_draws_what_pipeline_and_adapter_draw(runs: Matrix, name: str, tmp_path: Path) -> None:
     """After training on 4 bits the adapter is added to the whole weights."""
     from trainer.checkpoint.finished_run import find_run
-    from trainer.commands.adapter_kinds import merge_images
+    from trainer.commands.adapter_kinds import merge_image_adapter
 
     run = find_run(runs[name].folder)
-    merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)
+    merge_image_adapter(run, tmp_path / "merged", dtype="auto", scale=1.0)
     merged = _drawn(_pipeline(tmp_path / "merged"))
     pipeline = _pipeline(Path(run.config.base_model))
     without = _drawn(pipeline)

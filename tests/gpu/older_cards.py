@@ -13,7 +13,7 @@ import torch
 
 import ops
 from ops.builder import LoraOpBuilder
-from ops.toolkit import PTX
+from ops.toolkit import PTX_PREFIX
 from tests.gpu import test_elementwise, test_ops_eight_bit, test_ops_experts, test_ops_lora
 from tests.numerics import cases
 
@@ -128,7 +128,7 @@ def outcome(part: str, capability: Capability) -> str:
 def main(name: str) -> None:
     LoraOpBuilder([name]).load()
     assert ops.load_backend("cuda").name == "cuda"
-    number = int(name.removeprefix(PTX))
+    number = int(name.removeprefix(PTX_PREFIX))
     capability = number // 10, number % 10
     # The operators in C++ know for which card they were built. Those in Python ask the card, which is another one.
     torch.cuda.get_device_capability = lambda device=None: capability

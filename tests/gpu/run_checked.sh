@@ -22,10 +22,10 @@ unset DS_ACCELERATOR
 
 "$python" - << 'VERSIONS'
 import importlib.util, torch
-from trainer.contract.known_versions import KNOWN, get_release, build_version_warning
+from trainer.contract.known_versions import TESTED_VERSIONS, get_release, build_version_warning
 
 print("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch", torch.__version__)
-for library in KNOWN:
+for library in TESTED_VERSIONS:
     spec = importlib.util.find_spec(library.replace("-kernel", "_kernel"))
     print(f"{library:<14} {get_release(library)}  {spec.submodule_search_locations[0] if spec else '-'}")
 print(build_version_warning() or "all of them are tested versions")

@@ -65,7 +65,7 @@ def test_divergence_and_its_gradient_are_those_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocabulary: int, rows_at_once: int
 ) -> None:
     hidden, base, weight = made(vocabulary, dtype)
-    monkeypatch.setattr(ops.head, "LOGITS_AT_ONCE", 2 * vocabulary * rows_at_once)
+    monkeypatch.setattr(ops.head, "MAX_LOGITS_PER_CHUNK", 2 * vocabulary * rows_at_once)
     found = []
     for rows in (ops.head._compute_divergences_on_gpu, ops.head._compute_divergences_in_torch):
         monkeypatch.setattr(ops.head, "_compute_divergences_on_gpu", rows)

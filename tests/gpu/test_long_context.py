@@ -44,11 +44,11 @@ def test_inputs_without_room_in_host_memory_stay_on_the_device(room: int, monkey
     whole = one_pass(build("tinyllama-1.1b", 8, CUDA, VARIANTS["tiles, host"]), 16_384).float()
     taken = list[int]()
 
-    def compute_host_room() -> int:
+    def compute_host_memory_budget() -> int:
         taken.append(2**26 if sum(taken) < room * 2**26 else 0)
         return taken[-1]
 
-    monkeypatch.setattr(recompute, "compute_host_room", compute_host_room)
+    monkeypatch.setattr(recompute, "compute_host_memory_budget", compute_host_memory_budget)
     found = one_pass(build("tinyllama-1.1b", 8, CUDA, VARIANTS["tiles, host"]), 16_384).float()
     assert float((found - whole).norm() / whole.norm()) < 1e-2
     assert sum(taken) == room * 2**26 and len(taken) >= 8

@@ -35,7 +35,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     """A process and its output for each; all at once, as most of the time is nvcc's."""
     folder = tmp_path_factory.mktemp("older-cards")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != prebuilt.VARIABLE} | {"PYTHONPATH": path}
+    env = {name: value for name, value in os.environ.items() if name != prebuilt.OPS_PATH_VARIABLE} | {
+        "PYTHONPATH": path
+    }
     newest = 10 * torch.cuda.get_device_capability()[0] + 9
     started: Started = {}
     for name in ARCHITECTURES:

@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.unit.test_packing_probe import LLAMA, model_of
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.packed_attention import VARLEN, register_repeated_heads, use_varlen
+from trainer.patches.packed_attention import VARLEN, register_repeated_heads, use_varlen_if_supported
 from trainer.patches.packing_probe import separate_documents
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def flat_packs(model: Any) -> bool:
-    use_varlen(model, CUDA, model.dtype)
+    use_varlen_if_supported(model, CUDA, model.dtype)
     return separate_documents(TokenLoss(model), model, 0, CUDA)
 
 

@@ -18,7 +18,7 @@ from trainer.data.batches import collate_samples
 from trainer.data.samples import Sample
 from trainer.model.adapter import apply_adapter
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.packed_attention import use_varlen
+from trainer.patches.packed_attention import use_varlen_if_supported
 from trainer.patches.packing_probe import separate_documents
 from trainer.patches.per_document import PerDocumentForward
 
@@ -70,7 +70,7 @@ def test_packed_documents_learn_what_they_learn_alone(folder: Path, dtype: torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype).cuda()
-    use_varlen(model, torch.device("cuda"), dtype)
+    use_varlen_if_supported(model, torch.device("cuda"), dtype)
     model = apply_adapter(model, LoraSection(r=8), torch.float32).train()
     torch.manual_seed(1)
     for parameter in model.parameters():

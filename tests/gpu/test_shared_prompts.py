@@ -14,7 +14,7 @@ from trainer.data.batches import collate_samples
 from trainer.data.samples import join_samples
 from trainer.data.shared_prompts import build_shared_key_arguments
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.packed_attention import VARLEN, use_varlen, varlen_attention
+from trainer.patches.packed_attention import VARLEN, use_varlen_if_supported, varlen_attention
 from trainer.patches.packing_probe import share_prompt_keys
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +68,7 @@ def test_losses_are_those_of_pairs_alone(name: str, more: dict[str, Any]) -> Non
         parameter.data *= 4.0 if parameter.dim() > 1 else 1.0
     model = model_of(name, torch.bfloat16, **settings).to(CUDA)
     model.load_state_dict(exact.state_dict())
-    use_varlen(model, CUDA, torch.bfloat16)
+    use_varlen_if_supported(model, CUDA, torch.bfloat16)
     assert share_prompt_keys(TokenLoss(model), model, 0, CUDA) is None
     assert model.config._attn_implementation == VARLEN
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.restarts import AttemptResult, Restarts
+from launcher.supervision.restarts import AttemptResult, RestartLoop
 from tests.tiny import write_training
 from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes, read_restarts
 
@@ -100,7 +100,7 @@ def test_a_run_that_stopped_for_a_change_resumes_with_it(tmp_path: Path) -> None
             AdapterChanges([], "", added=[C]).write(tmp_path)
         return AttemptResult(0, ranks=1, step=len(settings), has_completed_step=True)
 
-    assert Restarts(tmp_path, start, max_restarts=0, resumes=False, adapters=[A, B]).run() == 0
+    assert RestartLoop(tmp_path, start, max_restarts=0, resumes=False, adapters=[A, B]).run() == 0
     assert len(settings) == 2 and not settings[0]
     assert 'adapters=[{"name": "a", "seed": 0}' in settings[1][0] and '"c"' in settings[1][0]
     assert "training.resume_from_checkpoint=auto" in settings[1] and "output.overwrite=false" in settings[1]

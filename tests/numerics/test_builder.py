@@ -190,7 +190,7 @@ def shared(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("ops.builder.find_toolkit_version", lambda: (13, 0))
     SmallBuilder(["80", "90a"]).build_into(tmp_path / "shared")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("ops.prebuilt.IN_PACKAGE", tmp_path / "package")
+    monkeypatch.setattr("ops.prebuilt.PACKAGE_BUILDS_FOLDER", tmp_path / "package")
     monkeypatch.setenv("ZEROLORA_OPS", f"{tmp_path / 'nothing'}:{tmp_path / 'shared'}")
     return tmp_path / "shared"
 
@@ -270,7 +270,7 @@ def test_kernels_that_are_requested_and_cannot_be_built_are_refused(monkeypatch,
     monkeypatch.setattr(backend, "_loaded", None)
     assert backend.predict_backend("auto") == "reference"
     with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* was built without CUDA"):
-        backend.check_requested()
+        backend.check_kernels_available()
     assert list(tmp_path.iterdir()) == []
 
 

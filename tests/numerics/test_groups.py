@@ -44,7 +44,7 @@ def test_groups_are_found_and_the_rest_is_alone():
 
 def test_a_group_has_a_limit(monkeypatch):
     model = Attention()
-    monkeypatch.setattr("ops.groups.MAX_GROUP", 2)
+    monkeypatch.setattr("ops.groups.MAX_GROUP_SIZE", 2)
     groups = find_groups(linears(model), lambda: model(torch.randn(2, 8)))
     assert groups == [("q", "k"), ("v",), ("o",)]
 

@@ -27,7 +27,7 @@ from trainer.commands.merged_model import merge
 from trainer.config import ModelSection, RunConfig, UserError
 from trainer.model.adapter import apply_adapter, changes_base_weights
 from trainer.model.base import load_tokenizer
-from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.model.tokenizer_files import read_tokenizer_files, write_files
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parent.parent.parent
@@ -227,7 +227,7 @@ def test_vllm_answers_as_transformers_and_peft_do(name: str, answers: Answers) -
 
 
 def test_vllm_never_applies_the_routers_that_export_refuses(answers: Answers) -> None:
-    """Once this fails, vLLM applies them, and `ROUTERS_IN_VLLM` can have the model type."""
+    """Once this fails, vLLM applies them, and `VLLM_ROUTER_MODEL_TYPES` can have the model type."""
     assert answers.error(REFUSED, answers.base[REFUSED]) < 1e-5
 
 
@@ -237,7 +237,7 @@ def test_transformers_4_loads_the_tokenizer(added_tokens: tuple[str, ...], vllm_
     tokenizer = load_tokenizer(str(tmp_path), ModelSection(added_tokens=added_tokens))
     tokenizer.add_special_tokens({"extra_special_tokens": ["<s1>"]} if added_tokens else {})
     (tmp_path / "written").mkdir()
-    write_files(tokenizer_files(tokenizer), tmp_path / "written")
+    write_files(read_tokenizer_files(tokenizer), tmp_path / "written")
     text = "the red cat <a1><s1> runs<|im_end|>"
     program = (
         "import json, sys, transformers; t = transformers.AutoTokenizer.from_pretrained(sys.argv[1]); "

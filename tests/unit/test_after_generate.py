@@ -221,7 +221,7 @@ def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any
 
 def test_a_merged_adapter_answers_as_an_unmerged_one(run_dir: Path, trained: tuple[Any, Any]) -> None:
     tokenizer = trained[1]
-    merged = generate.load_for_inference(find_run(run_dir), tokenizer, both=False)
+    merged = generate.load_for_inference(find_run(run_dir), tokenizer, with_base=False)
     ids = encode_prompt(tokenizer, PLAIN, "seven green cats", None)
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, trained[0](ids).logits, atol=1e-4, rtol=1e-4)

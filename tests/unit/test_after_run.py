@@ -12,7 +12,7 @@ import torch
 from benchmarks.bench import __main__ as bench
 from tests.tiny import make_model, record_base, write_chats
 from trainer.checkpoint.adapter_files import record_result
-from trainer.checkpoint.finished_run import ADAPTER, find_run, load_saved_tokenizer, load_trained_model
+from trainer.checkpoint.finished_run import ADAPTER_FILES, find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands import evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError
@@ -141,14 +141,14 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
     elif case == "pickled adapter":
         torch.save({"w": torch.ones(3)}, adapter)
     elif case == "changed adapter":
-        record_result(folder, ADAPTER, read_json(folder / "run.json")["identity"])
+        record_result(folder, ADAPTER_FILES, read_json(folder / "run.json")["identity"])
         content = bytearray(adapter.read_bytes())
         content[-1] ^= 1
         adapter.write_bytes(content)
         (folder / "checkpoint-3").mkdir()
         (folder / "checkpoint-3" / "COMPLETE").touch()
     elif case == "changed settings":
-        record_result(folder, ADAPTER, read_json(folder / "run.json")["identity"])
+        record_result(folder, ADAPTER_FILES, read_json(folder / "run.json")["identity"])
         settings = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 1}))
     if case == "latin-1":

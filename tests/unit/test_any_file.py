@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from launcher.commands import main as zerolora
 from launcher.doctor.command import parse_doctor_output
 from launcher.job_attempts import build_resume_settings
-from launcher.start import Attempts
+from launcher.start import AttemptRunner
 from launcher.status import describe_run
 from launcher.supervision.observer import add_host_names
 from launcher.supervision.remote import SrunRanks, SshRanks
-from launcher.supervision.restarts import AttemptResult, Restarts
+from launcher.supervision.restarts import AttemptResult, RestartLoop
 from launcher.targets.hostfile import read_hostfile
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import Allocation
@@ -33,9 +33,9 @@ from tests.any_input import assert_a_line, or_refused, tries
 from trainer.checkpoint.output_folder import check_inputs_and_output
 from trainer.config import RunConfig
 from trainer.config.errors import UserError, sanitize
-from trainer.contract.folder_lock import Lock, check_not_locked, describe_live_holder
+from trainer.contract.folder_lock import LockRecord, check_not_locked, describe_live_holder
 from trainer.contract.heartbeat import HeartbeatFolder, read_hang_report, read_heartbeats
-from trainer.contract.json_records import RESULT_PREFIX, Check, read_sweep
+from trainer.contract.json_records import RESULT_PREFIX, CheckResult, read_sweep
 from trainer.contract.restart_record import RestartNote, read_restarts
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.sample_images import find_sample_images
@@ -174,14 +174,14 @@ def read_everything(run: Path, name: str) -> None:
         lambda: AttemptResult.from_heartbeats(logs, 1, None, 2),
         lambda: read_restarts(run),
         lambda: RestartNote.take(logs),
-        lambda: Restarts(run, lambda settings: AttemptResult(0), max_restarts=3, resumes=True).run(),
+        lambda: RestartLoop(run, lambda settings: AttemptResult(0), max_restarts=3, resumes=True).run(),
         lambda: build_resume_settings(config.model_copy(update={"output_dir": str(run)}), environment),
         lambda: read_metrics(run),
         lambda: read_sweep(run),
         lambda: read_run_results(run),
         lambda: read_hostfile(run / "hostfile"),
         lambda: check_inputs_and_output(config.model_copy(update={"output_dir": str(run)})),
-        lambda: Attempts._read_global_batch(_attempts_in(run)),
+        lambda: AttemptRunner._read_global_batch(_attempts_in(run)),
     ]
     if not name.startswith("logs/") or name == "logs/restarts.json":
         readers += [
@@ -195,8 +195,8 @@ def read_everything(run: Path, name: str) -> None:
         or_refused(lambda: write_environment(Path("environment"), {}))
 
 
-def _attempts_in(run: Path) -> Attempts:
-    attempts = Attempts.__new__(Attempts)
+def _attempts_in(run: Path) -> AttemptRunner:
+    attempts = AttemptRunner.__new__(AttemptRunner)
     attempts._logs = run / "logs"
     return attempts
 
@@ -257,14 +257,14 @@ def run_command(*words: str) -> tuple[int, str]:
 def test_no_escape_sequence_reaches_the_terminal(place: Path, name: str, field: str, words: str) -> None:
     tree = JSON_FILES[name] | {field: ESCAPES}
     if name == "logs/lock.json":
-        tree["holders"] = list(_asdict(Lock.for_current_process())["holders"])
+        tree["holders"] = list(_asdict(LockRecord.for_current_process())["holders"])
     with run_with(place, name, json.dumps(tree | ({"time": time.time()} if "time" in tree else {})).encode()):
         code, printed = run_command(*words.split())
     assert "red" in printed and "\x1b" not in printed and "\x9b" not in printed and "owned" not in printed
     assert code == (2 if words.startswith("train") else 0)
 
 
-def _asdict(lock: Lock) -> dict[str, Any]:
+def _asdict(lock: LockRecord) -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(lock)
@@ -288,7 +288,7 @@ def test_names_and_errors_are_printable(place: Path) -> None:
 @given(st.one_of(texts, st.binary(max_size=60).map(lambda data: data.decode("latin-1"))))
 @tries(40)
 def test_answers_of_other_hosts_may_hold_anything(text: str) -> None:
-    whole = f"{RESULT_PREFIX}n1 {json.dumps([asdict(Check('ssh', 'OK', 'fine'))])}\n"
+    whole = f"{RESULT_PREFIX}n1 {json.dumps([asdict(CheckResult('ssh', 'OK', 'fine'))])}\n"
     assert [check.host for check in parse_doctor_output(f"{text}\n{whole}", "n1")] == ["n1"]
     for damaged in (f"{RESULT_PREFIX}{text}", f"{RESULT_PREFIX}n1 {text}", f"{whole[:-5]}{text}"):
         assert parse_doctor_output(damaged, "n1") == []

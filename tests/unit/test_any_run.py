@@ -113,7 +113,7 @@ def test_no_file_is_touched_in_many_folders(ground: Path, folder: str, overwrite
     check_left_alone(ground, folder, overwrite, resume)
 
 
-def check_evaluated(ground: Path, harm: Harm) -> None:
+def check_can_evaluate(ground: Path, harm: Harm) -> None:
     with damaged(ground, harm):
         before = files_of(ground, but=("cache",))
         ends(lambda: evaluate([str(ground / "run"), "--samples", "5"]))
@@ -123,14 +123,14 @@ def check_evaluated(ground: Path, harm: Harm) -> None:
 @given(harm_to_base)
 @tries(3)
 def test_evaluation_of_a_damaged_run(ground: Path, harm: Harm) -> None:
-    check_evaluated(ground, harm)
+    check_can_evaluate(ground, harm)
 
 
 @pytest.mark.slow
 @given(harm_to_base)
 @tries(60)
 def test_many_evaluations_of_damaged_runs(ground: Path, harm: Harm) -> None:
-    check_evaluated(ground, harm)
+    check_can_evaluate(ground, harm)
 
 
 words = st.sampled_from(

@@ -9,7 +9,7 @@ from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model.adapter import apply_adapter, summarize_adapted_layers
 from trainer.model.base import build_empty_model
 from trainer.model.random_weights import build_random_config
-from trainer.patches.mamba import check_packable, describe_unadapted_weights
+from trainer.patches.mamba import check_quantizable, describe_unadapted_weights
 
 # name, in -> out, layers
 SHAPES: dict[str, list[tuple[str, str, int]]] = {
@@ -84,5 +84,5 @@ def test_a_model_without_linear_layers_has_nothing_to_quantise() -> None:
 
     line = "adapter=qlora: GPT2LMHeadModel has no linear layer to quantize; use adapter: lora"
     with pytest.raises(UserError, match=line):
-        check_packable(build_empty_model(AutoConfig.for_model("gpt2"), ModelSection()))
-    check_packable(build_empty_model(AutoConfig.for_model("falcon", num_hidden_layers=1), ModelSection()))
+        check_quantizable(build_empty_model(AutoConfig.for_model("gpt2"), ModelSection()))
+    check_quantizable(build_empty_model(AutoConfig.for_model("falcon", num_hidden_layers=1), ModelSection()))

@@ -11,8 +11,8 @@ import pytest
 from launcher import rank_slots
 from launcher import start as launcher_start
 from launcher.plan import LaunchRequest
-from launcher.rank_slots import RankSlots
-from launcher.start import DEFAULT_RESTARTS, Attempts, resolve_max_restarts
+from launcher.rank_slots import RestartPlanner
+from launcher.start import DEFAULT_RESTARTS, AttemptRunner, resolve_max_restarts
 from launcher.supervision.remote import SrunRanks
 from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation
@@ -51,8 +51,8 @@ class Machine:
         config = self.folder / "config.yaml"
         config.write_text(SETTINGS.format(folder=self.folder, elastic=str(elastic).lower()))
         build = partial(build_local_command, gpus=list(range(6)), num_gpus=None, port=find_free_port(), module=RANK)
-        places = RankSlots(LaunchRequest(launcher="local"), self.folder / "logs", build)
-        return Attempts([str(self.folder)], load_config(config).config, (build, None), places, None, 1).train()
+        places = RestartPlanner(LaunchRequest(launcher="local"), self.folder / "logs", build)
+        return AttemptRunner([str(self.folder)], load_config(config).config, (build, None), places, None, 1).train()
 
     def gpus(self, number: int) -> list[str]:
         """Those of one start, in the order of its ranks."""

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.distributed.test_architectures import SMALL
 from tests.mixtures import EXPERTS, FUSED
 from trainer.patches.attention_sinks import add_sinks, compute_sink_gradient, has_sinks
-from trainer.patches.packed_attention import VARLEN, use_varlen
+from trainer.patches.packed_attention import VARLEN, use_varlen_if_supported
 
 LENGTHS = (9, 1, 14)
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_packed_documents_are_what_each_is_alone(window: int) -> None:
     assert has_sinks(model)
     ids = torch.randint(3, 384, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
-    use_varlen(model, CPU, torch.float32)
+    use_varlen_if_supported(model, CPU, torch.float32)
     assert model.config._attn_implementation == VARLEN
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -51,7 +51,7 @@ def test_generation_without_bounds_is_eagers() -> None:
     found = []
     for attention in ("eager", VARLEN):
         if attention == VARLEN:
-            use_varlen(model, CPU, torch.float32)
+            use_varlen_if_supported(model, CPU, torch.float32)
         found.append(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None))
     assert torch.equal(*found)
 

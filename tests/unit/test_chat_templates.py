@@ -115,7 +115,7 @@ def test_markers_change_nothing(name: str, talk: str) -> None:
     template = ChatTemplate(tokenizer, tokenizer.chat_template, {})
     plain = template.render(messages, tools_of(name, talk))
     for texts in (True, False):
-        assert template.render_marked(numbered(messages), tools_of(name, talk), texts=texts).text == plain
+        assert template.render_marked(numbered(messages), tools_of(name, talk), mark_texts=texts).text == plain
 
 
 PIECES = st.sampled_from(

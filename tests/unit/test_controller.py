@@ -53,7 +53,7 @@ class Loop:
     def run(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
             loss_sum, tokens = self.loss_sum(step)
-            loss = loss_sum / tokens + self.steering.penalty(step)
+            loss = loss_sum / tokens + self.steering.compute_penalty(step)
             self.lambdas.append(self.steering.lambda_)
             loss.backward()
             self.steering.observe(step, loss_sum, tokens, self.steering.get_local_contribution())
@@ -154,7 +154,7 @@ def test_the_pending_measurement_is_in_the_state() -> None:
 def test_a_step_without_target_tokens_measures_nothing() -> None:
     loop = Loop()
     loop.run(1, 1)
-    loop.steering.penalty(2)
+    loop.steering.compute_penalty(2)
     loop.steering.observe(2, torch.zeros(()), 0, loop.steering.get_local_contribution())
     lambda_ = loop.steering.lambda_
     loop.run(3, 3)
@@ -164,11 +164,11 @@ def test_a_step_without_target_tokens_measures_nothing() -> None:
 def test_none_measures_only() -> None:
     loop = Loop(controller="none")
     loop.run(1, 3)
-    term = loop.steering.penalty(4)
+    term = loop.steering.compute_penalty(4)
     assert not term.requires_grad and term.item() == 0.0
     assert loop.lambdas == [0.0] * 3
     assert loop.steering.records[-1]["s_ratio"] > 0
-    assert "scu/target" not in loop.steering.metrics()
+    assert "scu/target" not in loop.steering.get_metrics()
 
 
 @pytest.mark.parametrize("poison", ["loss", "adapter"])
@@ -179,7 +179,7 @@ def test_a_fault_stops_the_run_with_its_step(poison: str) -> None:
         next(p for n, p in loop.model.named_parameters() if "lora_B" in n).data.fill_(math.nan)
         loop.run(3, 3)
     else:
-        loop.steering.penalty(3)
+        loop.steering.compute_penalty(3)
         loop.steering.observe(3, torch.tensor(math.nan), 22, loop.steering.get_local_contribution())
     with pytest.raises(ScuError, match="step 3 has a loss sum of"):
         loop.run(4, 4)
@@ -192,9 +192,9 @@ def test_measuring_before_the_term_is_a_fault() -> None:
 
 def test_metrics_have_tensorboards_names() -> None:
     loop = Loop()
-    assert loop.steering.metrics() == {"scu/lambda": 1.0, "scu/target": 0.05}
+    assert loop.steering.get_metrics() == {"scu/lambda": 1.0, "scu/target": 0.05}
     loop.run(1, 2)
-    metrics = loop.steering.metrics()
+    metrics = loop.steering.get_metrics()
     names = "s_ratio s_smoothed target lambda data_bpt param_bpt integral error"
     assert set(metrics) == {f"scu/{name}" for name in names.split()}
     assert metrics["scu/error"] == pytest.approx(metrics["scu/s_smoothed"] - 0.05)
@@ -379,7 +379,7 @@ def test_a_step_never_waits_for_the_device() -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            (loss_sum + steering.penalty(step)).backward()
+            (loss_sum + steering.compute_penalty(step)).backward()
             steering.observe(step, loss_sum.detach(), 22, steering.get_local_contribution())
         finally:
             torch.cuda.set_sync_debug_mode("default")

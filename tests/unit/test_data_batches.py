@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import UserError
 from trainer.data.batches import (
-    IGNORED,
+    IGNORE_INDEX,
     Batches,
     MicroBatch,
     StreamBatches,
@@ -86,7 +86,7 @@ def test_best_fit_against_a_search_of_all_packs(seed: int) -> None:
 def test_a_padded_batch() -> None:
     batch = collate_samples([document(1, 3, trained_from=2), document(2, 2)], PAD, packed=False, flat=False)
     assert batch.input_ids.tolist() == [[100, 101, 102], [200, 201, PAD]]
-    assert batch.targets.tolist() == [[IGNORED, 102, IGNORED], [201, IGNORED, IGNORED]]
+    assert batch.targets.tolist() == [[IGNORE_INDEX, 102, IGNORE_INDEX], [201, IGNORE_INDEX, IGNORE_INDEX]]
     assert batch.attention_mask is not None and batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert (batch.tokens, batch.target_count) == (5, 2)
     assert (batch.position_ids, batch.cu_seqlens) == (None, None)
@@ -98,7 +98,10 @@ def test_a_packed_batch_keeps_documents_apart() -> None:
     batch = collate_samples([first, document(3, 2)], PAD, packed=True, flat=False)
     assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201], [300, 301, PAD, PAD, PAD]]
     # 200 is trained, and nobody's target: what stands before it is another document.
-    assert batch.targets.tolist() == [[101, 102, IGNORED, 201, IGNORED], [301, IGNORED, IGNORED, IGNORED, IGNORED]]
+    assert batch.targets.tolist() == [
+        [101, 102, IGNORE_INDEX, 201, IGNORE_INDEX],
+        [301, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX],
+    ]
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
     assert batch.tokens == 7 and (batch.attention_mask, batch.cu_seqlens) == (None, None)
@@ -109,7 +112,7 @@ def test_a_flat_batch_has_no_padding(packed: bool) -> None:
     rows = [join_samples([document(1, 3), document(2, 2)]), document(3, 2)]
     batch = collate_samples(rows, PAD, packed=packed, flat=True)
     assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201, 300, 301]]
-    assert batch.targets.tolist() == [[101, 102, IGNORED, 201, IGNORED, 301, IGNORED]]
+    assert batch.targets.tolist() == [[101, 102, IGNORE_INDEX, 201, IGNORE_INDEX, 301, IGNORE_INDEX]]
     assert batch.position_ids is not None and batch.cu_seqlens is not None
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 7] and batch.cu_seqlens.dtype == torch.int32
@@ -121,7 +124,7 @@ def test_a_flat_batch_has_no_padding(packed: bool) -> None:
 def test_a_dummy_has_no_targets(packed: bool, flat: bool) -> None:
     batch = collate_samples([], PAD, packed=packed, flat=flat)
     assert batch.input_ids.shape[0] == 1 and set(batch.input_ids.flatten().tolist()) == {PAD}
-    assert set(batch.targets.flatten().tolist()) == {IGNORED}
+    assert set(batch.targets.flatten().tolist()) == {IGNORE_INDEX}
     assert batch.tokens == 0
 
 
@@ -179,7 +182,7 @@ def test_the_last_step_is_kept_and_filled_with_dummies() -> None:
     assert ranks[0].build_step_batches(0, 4)[1] == ranks[1].build_step_batches(0, 4)[1] == 1
     assert first.input_ids.tolist() == [[500, 501, 502]]
     for dummy in (second, other_first, other_second):
-        assert set(dummy.targets.flatten().tolist()) == {IGNORED}
+        assert set(dummy.targets.flatten().tolist()) == {IGNORE_INDEX}
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:

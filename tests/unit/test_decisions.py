@@ -110,7 +110,7 @@ def test_reference_text_has_its_own_pass_and_thus_its_own_backward_pass() -> Non
     recomputed = {"training.gradient_checkpointing": "non_reentrant"}
     llama = planner("llama", vocab_size=512)
     steered, plain = config_of(**kl, **recomputed), config_of(**recomputed)
-    work, alone = (llama.build_work(config, llama.build_decisions(config)) for config in (steered, plain))
+    work, alone = (llama.build_micro_step(config, llama.build_decisions(config)) for config in (steered, plain))
     assert work.rows == alone.rows + 1 == steered.training.batch_size + 1
     assert work.larger_pass_rows == alone.larger_pass_rows == steered.training.batch_size
     term = "backward of a layer"

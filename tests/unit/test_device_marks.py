@@ -49,17 +49,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 def test_the_last_mark_that_was_reached_is_told(card: Card) -> None:
     marks = DeviceEvents()
     marks.record(0)
-    assert marks.find_reached() is None, "before the first step a rank may be on another card"
+    assert marks.find_last_reached_event() is None, "before the first step a rank may be on another card"
     for _ in range(EVENT_COUNT + 3):
         marks.record(4)
-    assert marks.find_reached() == EVENT_COUNT + 3
+    assert marks.find_last_reached_event() == EVENT_COUNT + 3
     card.is_free = False
     marks.record(5)
     marks.record(5)
-    assert marks.find_reached() == EVENT_COUNT + 3
+    assert marks.find_last_reached_event() == EVENT_COUNT + 3
     for _ in range(EVENT_COUNT):
         marks.record(6)
-    assert marks.find_reached() == 0, "of none that is left"
+    assert marks.find_last_reached_event() == 0, "of none that is left"
 
 
 def test_what_a_card_refuses_ends_no_step(card: Card) -> None:
@@ -69,10 +69,10 @@ def test_what_a_card_refuses_ends_no_step(card: Card) -> None:
     marks.record(1)
     card.device, card.capturing = 1, True
     marks.record(1)
-    assert marks.find_reached() == 1
+    assert marks.find_last_reached_event() == 1
     card.fails = True
     marks.record(1)
-    assert marks.find_reached() is None
+    assert marks.find_last_reached_event() is None
 
 
 def test_phases_that_every_rank_has_are_marked() -> None:

@@ -22,7 +22,7 @@ from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.graphed_loss import replace_forward
 from trainer.patches.loss_head import TokenLoss, bypass_adapter
 from trainer.scu.controller import ScuController, ScuError
-from trainer.scu.divergence import Divergence, Reference, cache_base_states
+from trainer.scu.divergence import Divergence, ReferenceDocuments, cache_base_states
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def plain(hidden: Tensor, base: Tensor, weight: Tensor, factor: float = 1.0) -> 
 def test_divergence_and_its_gradient_are_those_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch, factor: float, at_once: int
 ) -> None:
-    monkeypatch.setattr(ops.head, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(ops.head, "MAX_LOGITS_PER_CHUNK", at_once)
     generator = torch.Generator().manual_seed(0)
     hidden, base, weight = (torch.randn(rows, 16, generator=generator).double() for rows in (13, 13, 37))
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
@@ -92,8 +92,8 @@ def documents(count: int = 7) -> list[Sample]:
     return found
 
 
-def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool = False) -> Reference:
-    return Reference(
+def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool = False) -> ReferenceDocuments:
+    return ReferenceDocuments(
         documents=documents(),
         rows=rows,
         rank=rank,
@@ -105,7 +105,7 @@ def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool
     )
 
 
-def batch_of(reference: Reference, step: int) -> Tensor:
+def batch_of(reference: ReferenceDocuments, step: int) -> Tensor:
     return reference.build_batch(reference.select(step)).input_ids
 
 
@@ -219,7 +219,7 @@ def engine_of(model: Any) -> Any:
 def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packed: bool) -> None:
     model, passes = adapted(), list[Any]()
     engine, loss, texts = engine_of(model), TokenLoss(model), reference(3, packed=packed)
-    plain_term = Divergence(engine, loss, texts).penalty(2, 0.5)
+    plain_term = Divergence(engine, loss, texts).compute_penalty(2, 0.5)
     states = cache_base_states(engine, loss, texts)
     assert states is not None and model.training
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packe
                 parameter.mul_(1.5)  # what the adapter has become since then is not in them
     kept = Divergence(engine, loss, texts, base_states=states)
     model.register_forward_hook(lambda *_: passes.append(1))
-    changed, wanted = kept.penalty(2, 0.5), Divergence(engine, loss, texts).penalty(2, 0.5)
+    changed, wanted = kept.compute_penalty(2, 0.5), Divergence(engine, loss, texts).compute_penalty(2, 0.5)
     assert len(passes) == 1 + 2
     assert changed.item() == pytest.approx(wanted.item(), rel=1e-6) and changed.item() > plain_term.item()
     gradients = [
@@ -264,7 +264,7 @@ class Loop:
             tokens = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step % 3))
             logits = self.model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
             loss_sum = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-            loss = loss_sum / 22 + self.steering.penalty(step)
+            loss = loss_sum / 22 + self.steering.compute_penalty(step)
             self.lambdas.append(self.steering.lambda_)
             loss.backward()
             self.steering.observe(step, loss_sum, 22, self.steering.get_local_contribution())
@@ -309,7 +309,7 @@ def test_resumed_run_continues_to_the_bit(tmp_path: Path) -> None:
 def test_names_of_metrics_records_and_files(tmp_path: Path) -> None:
     loop = Loop()
     loop.run(1, 3)
-    metrics = loop.steering.metrics()
+    metrics = loop.steering.get_metrics()
     names = "kl_bits kl_smoothed target lambda data_bpt error"
     assert set(metrics) == {f"scu/{name}" for name in names.split()} and metrics["scu/target"] == 0.05
     loop.steering.apply_pending_measurement()
@@ -325,7 +325,7 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
     loop = Loop()
     loop.run(1, 2)
     next(p for n, p in loop.model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
-    loop.steering.penalty(3)
+    loop.steering.compute_penalty(3)
     loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.get_local_contribution())
     with pytest.raises(ScuError, match=r"step 3 has .* for the divergence from the base"):
         loop.steering.apply_pending_measurement()

@@ -27,7 +27,7 @@ from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_inputs
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection, compute_collective_timeout
-from trainer.contract.json_records import RESULT_PREFIX, Check
+from trainer.contract.json_records import RESULT_PREFIX, CheckResult
 from trainer.parallel.ranks.agreement import RankReport, find_differences
 
 CHECKOUT = Path(__file__).parents[2]
@@ -169,10 +169,10 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     checks = [
-        Check("port", "OK", "a free one"),
-        Check("build lock", "FAIL", "/x/[1]/lock: stale", "rm /x/[1]/lock"),
-        *[Check(name, "OK", "good", host="n2") for name in ("torch", "driver")],
-        Check("/dev/shm", "WARN", "0.1 GiB free", "--shm-size=8g", host="n2"),
+        CheckResult("port", "OK", "a free one"),
+        CheckResult("build lock", "FAIL", "/x/[1]/lock: stale", "rm /x/[1]/lock"),
+        *[CheckResult(name, "OK", "good", host="n2") for name in ("torch", "driver")],
+        CheckResult("/dev/shm", "WARN", "0.1 GiB free", "--shm-size=8g", host="n2"),
     ]
     print_checks(checks, as_json=False)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -192,7 +192,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
 
 def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     long = "word " * 40
-    checks = [Check("torch", "OK", long, "install a CUDA build"), Check("disk", "FAIL", "x" * 300, long)]
+    checks = [CheckResult("torch", "OK", long, "install a CUDA build"), CheckResult("disk", "FAIL", "x" * 300, long)]
     print_checks(checks, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -205,7 +205,7 @@ def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_hosts_that_print_no_checks_fail(tmp_path: Path) -> None:
-    found = [asdict(Check("disk", "OK", "x" * 700)), asdict(Check("gpu", "WARN", "none", "a fix"))]
+    found = [asdict(CheckResult("disk", "OK", "x" * 700)), asdict(CheckResult("gpu", "WARN", "none", "a fix"))]
     (tmp_path / "answer").write_text(f"a notice\n{RESULT_PREFIX}a {json.dumps(found)}\n")
     good, damaged = ["cat", str(tmp_path / "answer")], ["head", "-c", "500", str(tmp_path / "answer")]
     unreachable = ["sh", "-c", "echo no route >&2; exit 1"]

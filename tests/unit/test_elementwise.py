@@ -135,7 +135,7 @@ def test_what_computes_something_else_keeps_its_own_forward():
     assert not replaced.norm_count and not replaced.mlp_count
     assert [name for name, _ in replaced.rejected] == ["OtherRMSNorm", "_ScaledMLP"]
     assert "differs from our operator" in replaced.rejected[0][1] and "more than project" in replaced.rejected[1][1]
-    assert all(replaced.find_reasons().values())
+    assert all(replaced.explain_unreplaced_parts().values())
     assert all("forward" not in vars(module) for module in model)
 
 
@@ -155,5 +155,5 @@ def test_a_copy_of_a_norm_uses_its_own_weight(monkeypatch):
 def test_trained_norms_stay_the_models_own(monkeypatch):
     replaced = replace_elementwise(build("llama", monkeypatch), frozen_norms=False)
     assert replaced.norm_count == 0 and replaced.mlp_count == 2
-    assert [part for part, reason in replaced.find_reasons().items() if not reason] == ["swiglu", "rope"]
+    assert [part for part, reason in replaced.explain_unreplaced_parts().items() if not reason] == ["swiglu", "rope"]
     assert "5 x LlamaRMSNorm: the weight is trained" in replaced.format_summary()[1]

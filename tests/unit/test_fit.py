@@ -9,7 +9,7 @@ import pytest
 from tests.unit.test_divergence import CPU, Loop, engine_of, reference
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.divergence import Divergence
-from trainer.scu.steering import ScaleFit, choose_held_out, find_scale, fit_to_target
+from trainer.scu.steering import ScaleFit, choose_held_out, find_scale, scale_adapter_to_target
 
 
 def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
@@ -70,9 +70,9 @@ def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_th
     steering = Loop(target=held_out.measure_all() / 4).steering
     assert steering.divergence is not None
     lines: list[str] = []
-    assert fit_to_target(steering, loop.model, lines.append) == 1.0 and not lines
+    assert scale_adapter_to_target(steering, loop.model, lines.append) == 1.0 and not lines
     steering.divergence.held_out = held_out
-    factor = fit_to_target(steering, loop.model, lines.append)
+    factor = scale_adapter_to_target(steering, loop.model, lines.append)
     assert 0.3 < factor < 0.7 and len(lines) == 1
     assert held_out.measure_all() == pytest.approx(steering.law.target, rel=0.02)
     assert steering.fitted is not None and set(steering.fitted) == set(asdict(ScaleFit(1.0, 0.0, 0.0, 0)))

@@ -42,7 +42,7 @@ OTHER = {"host": "n7", "process": {"kernel": "another-boot:1", "pid": 4711, "sta
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds for minutes; no scheduler of the machine that the tests run on."""
-    for name, value in (("BEAT_S", 0.1), ("POLL_S", 0.05), ("STALE_S", 1.0), ("MAX_DELAY_S", 0.5)):
+    for name, value in (("HEARTBEAT_INTERVAL_S", 0.1), ("POLL_S", 0.05), ("STALE_S", 1.0), ("MAX_DELAY_S", 0.5)):
         monkeypatch.setattr(module, name, value)
     for name in (*JOB_VARIABLES, "SLURM_RESTART_COUNT", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
@@ -202,10 +202,10 @@ def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
     with pytest.raises(UserError):
         take(tmp_path, resumes=True)  # by hand
     monkeypatch.setenv("PBS_JOBID", "13.head")
-    monkeypatch.setattr(module, "WAIT_S", 0.5)
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.5)
     with pytest.raises(UserError, match="in use by another run"):
         take(tmp_path, resumes=True)
-    monkeypatch.setattr(module, "WAIT_S", 900.0)
+    monkeypatch.setattr(module, "MAX_WAIT_S", 900.0)
     said: list[str] = []
 
     def say(line: str) -> None:
@@ -225,7 +225,7 @@ def test_who_has_lost_the_folder_writes_nothing_more(tmp_path: Path) -> None:
         lock.check()
     assert lost.value.exit_code == 1 and not lock.is_held
     beat = file_of(tmp_path).stat().st_mtime_ns
-    time.sleep(3 * module.BEAT_S)
+    time.sleep(3 * module.HEARTBEAT_INTERVAL_S)
     lock.release()
     assert json.loads(file_of(tmp_path).read_text())["token"] == "t8"
     assert file_of(tmp_path).stat().st_mtime_ns == beat, "another's lock is kept alive"
@@ -235,7 +235,7 @@ def test_a_live_run_gives_signs_of_life_and_outlives_a_cleaning(tmp_path: Path) 
     with take(tmp_path) as lock:
         before = file_of(tmp_path).stat().st_mtime_ns
         while file_of(tmp_path).stat().st_mtime_ns <= before:
-            time.sleep(module.BEAT_S)
+            time.sleep(module.HEARTBEAT_INTERVAL_S)
         file_of(tmp_path).unlink()
         lock.check()
         assert json.loads(file_of(tmp_path).read_text())["token"] == lock.token

@@ -61,7 +61,7 @@ def test_fused_layers_give_pefts_numbers(folder: Path, quantized: bool, lora: di
     model = adapted(folder, quantized=quantized, **lora)
     expected = list(run(model))
     report = fused(model)
-    assert report.fused == report.total > 0
+    assert report.fused_count == report.total > 0
     # In 32 bits: the adapter is added to the frozen product, not the product to the adapter.
     torch.testing.assert_close(list(run(model)), expected, atol=1e-8, rtol=5e-7)
 
@@ -73,7 +73,7 @@ def test_siblings_are_found_by_watching(folder: Path) -> None:
 
 def test_what_cannot_be_fused_says_why(folder: Path) -> None:
     report = fused(adapted(folder, dora=True))
-    assert report.fused == 0
+    assert report.fused_count == 0
     assert "fused 0 of 14" in report.format_summary()[0]
     assert any("14 layers" in line and "DoRA" in line for line in report.format_summary())
     quantised = adapted(folder, quantized=True)
@@ -165,7 +165,7 @@ def test_the_self_test_tries_the_kernels_for_many_tokens(folder: Path, monkeypat
     model = adapted(folder)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
     group = module.FusedGroup([module.FusedLayer(layer)])
-    check_operators([group], many=True)
+    check_operators([group], test_many_tokens=True)
     right = ops.lora_group
 
     def wrong(x, w, b, d, u, s, p):
@@ -174,7 +174,7 @@ def test_the_self_test_tries_the_kernels_for_many_tokens(folder: Path, monkeypat
     monkeypatch.setattr(ops, "lora_group", wrong)
     check_operators([group])
     with pytest.raises(ValueError, match=r"4096 tokens: output is off by"):
-        check_operators([group], many=True)
+        check_operators([group], test_many_tokens=True)
 
 
 def test_the_self_test_of_a_wide_layer_stays_in_the_range_of_fp16() -> None:
@@ -184,4 +184,4 @@ def test_the_self_test_of_a_wide_layer_stays_in_the_range_of_fp16() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"wide": nn.Linear(64, 6448, bias=False, dtype=torch.float16)})
     get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=["wide"]), autocast_adapter_dtype=False)
-    check_operators([module.FusedGroup([module.FusedLayer(model["wide"])])], many=True)
+    check_operators([module.FusedGroup([module.FusedLayer(model["wide"])])], test_many_tokens=True)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from tests.tiny import CHATML, WORDS, make_tokenizer
 from trainer.commands.export.gguf import write_gguf
-from trainer.commands.export.gguf_vocabulary import chats_differ
+from trainer.commands.export.gguf_vocabulary import has_chat_tokenization_mismatch
 from trainer.config import UserError
 
 TEXTS = ["the red cat runs", "  two  spaces, 12345 and\n\na line", "<|im_start|>user\nüber 7<|im_end|>"]
@@ -281,8 +281,8 @@ def test_chats_that_llama_cpp_reads_otherwise_are_known() -> None:
     for legacy, start, differ in [(True, "", False), (False, "{{ bos_token }}", False), (False, "", True)]:
         tokenizer = sentencepiece_like(legacy=legacy)
         tokenizer.chat_template = start + turns
-        assert chats_differ(tokenizer) is differ, (legacy, start)
-    assert not chats_differ(byte_level("smollm"))
+        assert has_chat_tokenization_mismatch(tokenizer) is differ, (legacy, start)
+    assert not has_chat_tokenization_mismatch(byte_level("smollm"))
 
 
 def test_a_tokenizer_with_a_splitting_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def test_equals_cross_entropy_of_all_logits(
     monkeypatch: pytest.MonkeyPatch, chunk_elements: int, factor: float
 ) -> None:
-    monkeypatch.setattr(ops.head, "LOGITS_AT_ONCE", chunk_elements)
+    monkeypatch.setattr(ops.head, "MAX_LOGITS_PER_CHUNK", chunk_elements)
     hidden, weight, targets = problem(torch.float32)
     loss = sum_token_losses(hidden, weight, targets, factor=factor)
     (grad,) = torch.autograd.grad(3 * loss, hidden)

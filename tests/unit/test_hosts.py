@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.plan import LaunchRequest
-from launcher.targets.hostfile import choose_slots, read_hostfile
+from launcher.targets.hostfile import filter_slots, read_hostfile
 from launcher.targets.local import build_hostfile_command, select_exported_variables, write_environment
 from launcher.targets.mpi import build_mpirun_command
 from launcher.targets.slurm import Allocation, build_srun_command, read_allocation
@@ -65,7 +65,7 @@ def test_a_missing_hostfile_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_filters(filters: dict[str, object], chosen: dict[str, list[int]]) -> None:
-    found = choose_slots(SLOTS, **filters)  # type: ignore[arg-type]
+    found = filter_slots(SLOTS, **filters)  # type: ignore[arg-type]
     assert found == chosen and list(found) == list(chosen)
 
 
@@ -86,7 +86,7 @@ def test_filters(filters: dict[str, object], chosen: dict[str, list[int]]) -> No
 )
 def test_filters_that_cannot_be(filters: dict[str, object], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        choose_slots(SLOTS, **filters)  # type: ignore[arg-type]
+        filter_slots(SLOTS, **filters)  # type: ignore[arg-type]
 
 
 def test_deepspeed_gets_exactly_these_slots_and_never_runs_here_instead(

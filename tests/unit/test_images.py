@@ -203,7 +203,7 @@ def batches_of(prepared: Any, *, ranks: int, accumulation: int, **changes: Any) 
     objective = Objective(prepared.model_config, image)
     common: dict[str, Any] = {"prior": None, "batch_size": 1, "accumulation": accumulation, "seed": 3, "shuffle": True}
     return [
-        ImageBatches(prepared.data.train, objective.draw_time, image, rank=rank, world_size=ranks, **common)
+        ImageBatches(prepared.data.train, objective.draw_timestep, image, rank=rank, world_size=ranks, **common)
         for rank in range(ranks)
     ]
 
@@ -253,7 +253,7 @@ def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None
     """At stage 3 a rank with fewer of them would leave the others waiting for ever."""
     prepared = prepare(run_config(root))
     samples = prepared.data.train
-    draw = Objective(prepared.model_config, ImageSection()).draw_time, ImageSection()
+    draw = Objective(prepared.model_config, ImageSection()).draw_timestep, ImageSection()
     common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
     both = [ImageBatches(samples, *draw, rank=rank, world_size=2, **common) for rank in range(2)]
     passes = [[len(each.build_step_batches(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]

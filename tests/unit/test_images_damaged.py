@@ -17,7 +17,7 @@ from trainer.setup.text_run import check_no_image_settings
 from trainer.tasks.images.encoding import describe_truncated_captions, load_vae
 from trainer.tasks.images.model import ImageModel, check_weights
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
-from trainer.tasks.images.source_images import FIRST_FRAME, ON_WHITE, OTHER_COLORS, SourceImage, read_images
+from trainer.tasks.images.source_images import ALPHA_WARNING, COLOR_MODE_WARNING, FIRST_FRAME, SourceImage, read_images
 
 
 def read(folder: Path, caption: str | None = None) -> list[SourceImage]:
@@ -97,7 +97,7 @@ def test_transparent_parts_are_white_and_counted(tmp_path: Path, mode: str) -> N
     shown = picture.open()
     assert shown.getpixel((48, 8)) == (255, 255, 255)
     assert shown.getpixel((8, 8)) == ((220, 40, 40) if mode in ("RGBA", "P", "RGB") else (94, 94, 94))
-    assert picture.changes == (ON_WHITE,)
+    assert picture.changes == (ALPHA_WARNING,)
 
 
 def test_every_mode_is_shown_as_it_looks(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_every_mode_is_shown_as_it_looks(tmp_path: Path) -> None:
         image.save(tmp_path / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}")
     pictures = read(tmp_path, "a")
     assert [picture.open().getpixel((5, 5)) for picture in pictures] == [(255, 255, 255)] * 5
-    assert [picture.changes for picture in pictures if picture.changes] == [(OTHER_COLORS,)]
+    assert [picture.changes for picture in pictures if picture.changes] == [(COLOR_MODE_WARNING,)]
 
 
 def test_the_first_of_several_frames_is_used_and_counted(tmp_path: Path) -> None:

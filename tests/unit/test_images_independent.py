@@ -65,7 +65,7 @@ def test_times_of_flow_matching_are_drawn_as_diffusers_draws_them(
     objective = Objective(
         read_pipeline(f"random:{shape}", ModelSection()), ImageSection(logit_mean=mean, logit_std=std)
     )
-    ours = [objective.draw_time(build_seeded_generator(seed)) for seed in range(DRAWS)]
+    ours = [objective.draw_timestep(build_seeded_generator(seed)) for seed in range(DRAWS)]
     drawn = [torch.randn((), generator=build_seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
     monkeypatch.setattr(torch, "normal", lambda mean, std, size, **_: mean + std * torch.stack(drawn).view(size))
     expected = compute_density_for_timestep_sampling("logit_normal", DRAWS, logit_mean=mean, logit_std=std)
@@ -77,7 +77,7 @@ def test_uniform_times_are_drawn_as_diffusers_draws_them(
     shape: str, times: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective = Objective(read_pipeline(f"random:{shape}", ModelSection()), ImageSection(times=times))
-    ours = [objective.draw_time(build_seeded_generator(seed)) for seed in range(DRAWS)]
+    ours = [objective.draw_timestep(build_seeded_generator(seed)) for seed in range(DRAWS)]
     drawn = [torch.rand((), generator=build_seeded_generator(seed), dtype=torch.float64) for seed in range(DRAWS)]
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.stack(drawn).view(size))
     assert ours == compute_density_for_timestep_sampling("none", DRAWS).tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.pipelines import vae
 from trainer.config import ModelSection, UserError
-from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya, write_for_diffusers
+from trainer.tasks.images.files import DIFFUSERS_FILE, convert_to_kohya, write_for_diffusers
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 
@@ -91,7 +91,7 @@ def test_flux_draws_the_same_picture_with_either_file(tmp_path: Path) -> None:
     write_for_diffusers(tmp_path)
     save_file(convert_to_kohya(tmp_path, pipeline), tmp_path / "kohya.safetensors")
     flux, pictures = _flux(pipeline), {}
-    for name in (None, DIFFUSERS, "kohya.safetensors"):
+    for name in (None, DIFFUSERS_FILE, "kohya.safetensors"):
         if name is not None:
             flux.load_lora_weights(tmp_path, weight_name=name)
         draw = torch.Generator().manual_seed(1)
@@ -100,7 +100,7 @@ def test_flux_draws_the_same_picture_with_either_file(tmp_path: Path) -> None:
         pictures[name] = flux(prompt_embeds=text, pooled_prompt_embeds=pooled, generator=draw, **sizes).images[0]
         flux.unload_lora_weights()
     far = {
-        name: np.abs(np.asarray(ImageChops.difference(picture, pictures[DIFFUSERS]))).max()
+        name: np.abs(np.asarray(ImageChops.difference(picture, pictures[DIFFUSERS_FILE]))).max()
         for name, picture in pictures.items()
     }
     assert far["kohya.safetensors"] <= 1 and far[None] > 20, far

@@ -10,7 +10,7 @@ import yaml
 
 from launcher.commands import main as zerolora
 from launcher.importing import axolotl, llamafactory, trl
-from launcher.importing.command import format_yaml, read_foreign, translate_arguments
+from launcher.importing.command import format_yaml, read_foreign_config, translate_arguments
 from launcher.importing.translation import Table
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
@@ -153,7 +153,7 @@ def test_one_setting_of_theirs_is_enough_where_the_user_says_that_the_file_is_th
     text: str, trainer: str, tmp_path: Path
 ) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
-    assert read_foreign(tmp_path / "theirs.yaml", None).trainer == trainer
+    assert read_foreign_config(tmp_path / "theirs.yaml", None).trainer == trainer
 
 
 def test_arguments_of_a_command_line_are_named_as_typed() -> None:

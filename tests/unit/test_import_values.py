@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.importing import axolotl, common, llamafactory, trl
 from launcher.importing.command import format_yaml, translate_arguments
-from launcher.importing.translation import Key
+from launcher.importing.translation import KeyMapping
 from tests.imported import as_tree, nest
 from trainer.config import UserError, load_config
 from trainer.config.yaml_core import read_yaml
@@ -39,7 +39,12 @@ TABLES = {
     "llamafactory": (FACTORY, llamafactory.KEYS),
     "trl": (TRL, trl.KEYS),
 }
-ENTRY = {"file_name": "pairs.json", "columns": {"prompt": "ask"}, "tags": {"role_tag": "role"}, "formatting": "alpaca"}
+ENTRY = {
+    "file_name": "pairs.json",
+    "columns": {"prompt": "ask"},
+    "tags": {"role_tag": "role"},
+    "formatting": "alpaca",
+}
 INNER = ("path", "type", "name", "field_messages", "roles", "data_files", "train_on_eos", "stage", "zero_optimization",
          "offload_param", "fsdp_offload_params", "zero_stage", "deepspeed_config", "distributed_type")  # fmt: skip
 SCALARS = (
@@ -97,7 +102,7 @@ def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factor
     folder = tmp_path_factory.mktemp("any", numbered=True)
     (folder / "data").mkdir()
     (folder / "data" / "dataset_info.json").write_text(json.dumps({"pairs": ENTRY}))
-    known = {name: key for name, key in table.items() if not name.endswith("*")} | {"missing": Key()}
+    known = {name: key for name, key in table.items() if not name.endswith("*")} | {"missing": KeyMapping()}
     names = data.draw(st.lists(st.sampled_from(list(known)), min_size=1, max_size=4, unique=True))
     changed = {name: data.draw(VALUES | fit(known[name].kind)) for name in names}
     check_import({**base, **nest(changed)}, folder)
@@ -106,7 +111,7 @@ def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factor
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("dataset_info.json", {"pairs": llamafactory.ENTRY}),
+        ("dataset_info.json", {"pairs": llamafactory.ENTRY_TYPE}),
         ("ds.json", common.SHARDING_CONFIG),
         ("fsdp.json", common.SHARDING_CONFIG["fsdp_config"]),
     ],

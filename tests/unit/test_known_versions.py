@@ -14,7 +14,7 @@ import torch
 from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
 from trainer.contract import known_versions
-from trainer.contract.known_versions import KNOWN, build_version_warning, describe_untested, require
+from trainer.contract.known_versions import TESTED_VERSIONS, build_version_warning, describe_untested, require
 from trainer.model.expert_layers import has_fused_experts
 from trainer.parallel.engine.partitioned import require_broadcast_exclusion, require_partitioned
 from trainer.patches.loss_head import bypass_adapter
@@ -34,8 +34,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **wanted: str) -> None:
 
 
 def test_the_pinned_versions_are_the_newest_tested_ones() -> None:
-    assert {library: tested[-1] for library, tested in KNOWN.items()} == {
-        library: pinned()[library] for library in KNOWN
+    assert {library: tested[-1] for library, tested in TESTED_VERSIONS.items()} == {
+        library: pinned()[library] for library in TESTED_VERSIONS
     }
 
 
@@ -60,7 +60,7 @@ def test_other_versions_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _others(*but: str) -> dict[str, str]:
-    return {name.replace("-", "_"): tested[-1] for name, tested in KNOWN.items() if name not in but}
+    return {name.replace("-", "_"): tested[-1] for name, tested in TESTED_VERSIONS.items() if name not in but}
 
 
 @pytest.mark.parametrize(("version", "fix"), [("0.1.0", r"install deepspeed==\S+, the tested"), (None, "report this")])
@@ -68,7 +68,7 @@ def test_a_missing_private_name_is_one_line_with_library_and_version(
     version: str | None, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version that is installed is never the one to install."""
-    tested = KNOWN["deepspeed"][-1]
+    tested = TESTED_VERSIONS["deepspeed"][-1]
     pretend(monkeypatch, deepspeed=version or tested)
     expected = f"deepspeed {version or tested}: SimpleNamespace has no `_norm`, but zerolora needs it; "
     with pytest.raises(UserError, match=re.escape(expected) + fix):

@@ -16,8 +16,8 @@ from launcher.supervision.failure_report import (
 )
 from trainer.checkpoint.background import SaveError
 from trainer.config import UserError
-from trainer.contract.heartbeat import clear_heartbeats
-from trainer.contract.rank_errors import OtherRankError, RankError, read_errors
+from trainer.contract.heartbeat import clear_rank_reports
+from trainer.contract.rank_errors import OtherRankError, RankErrorRecord, read_errors
 
 CHAINED = """\
 some line
@@ -115,7 +115,7 @@ def test_the_rank_with_its_own_error_is_blamed(tmp_path: Path, capsys: pytest.Ca
 def test_the_rank_that_could_not_write_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks agree on how a checkpoint was written, and all of them raise."""
     heard = "OtherRankError: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
-    RankError.from_exception(0, OtherRankError(heard)).write(tmp_path)
+    RankErrorRecord.from_exception(0, OtherRankError(heard)).write(tmp_path)
     (tmp_path / "rank-0.log").write_text(OWN.replace("ValueError: own mistake", heard))
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
@@ -161,18 +161,18 @@ def test_a_full_shared_memory_is_the_cause_of_a_bus_error(tmp_path: Path, capsys
 
 def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
-        RankError.from_exception(rank, UserError("lora.r=-1: too small")).write(tmp_path)
+        RankErrorRecord.from_exception(rank, UserError("lora.r=-1: too small")).write(tmp_path)
         (tmp_path / f"rank-{rank}.log").write_text("error: lora.r=0: of an earlier run\n")
     failure = FailureEvidence(tmp_path, {}, {1: RankExit(1.0, 2), 0: RankExit(1.1, 2)}, 2).report()
     assert failure.status == 2 and failure.is_user_error
     assert capsys.readouterr().err == "error: lora.r=-1: too small\n"
-    clear_heartbeats(tmp_path)
+    clear_rank_reports(tmp_path)
     assert not read_errors(tmp_path)
 
 
 def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Found before a rank has a log of its own."""
-    RankError(1, "n2: base_model=/local/model: no such folder", is_user_error=True).write(tmp_path)
+    RankErrorRecord(1, "n2: base_model=/local/model: no such folder", is_user_error=True).write(tmp_path)
     (tmp_path / "launcher.log").write_text("srun: error: n2: task 1: Exited with exit code 2\n")
     (tmp_path / "rank-0.log").write_text("working\n")
     assert FailureEvidence(tmp_path, {}, {0: RankExit(1.0, -15), 1: RankExit(1.1, 2)}, 2).report().status == 2
@@ -184,7 +184,7 @@ def test_a_user_error_is_not_retried(tmp_path: Path) -> None:
     leave_beat(tmp_path, 0)
     (tmp_path / "rank-0.log").write_text("error: printed by a library\n")
     assert not FailureEvidence(tmp_path, {}, {0: RankExit(1.0, 1)}, 1).report().is_user_error
-    RankError.from_exception(0, SaveError("no room")).write(tmp_path)
+    RankErrorRecord.from_exception(0, SaveError("no room")).write(tmp_path)
     assert FailureEvidence(tmp_path, {}, {0: RankExit(1.0, 1)}, 1).report().is_user_error
 
 

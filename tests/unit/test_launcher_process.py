@@ -15,7 +15,7 @@ from trainer.contract.launcher_process import (
     LAUNCHER_VARIABLE,
     LauncherWatch,
     ProcessIdentity,
-    tie_children_to_this_process,
+    export_launcher_identity,
 )
 
 CHECKOUT = Path(__file__).parents[2]
@@ -23,8 +23,8 @@ ELSEWHERE = "another-boot:1/1/1"
 # Starts a process that trains: that one starts another, and then its main thread waits for ever.
 LAUNCHER = """
 import subprocess, sys
-from trainer.contract.launcher_process import tie_children_to_this_process
-tie_children_to_this_process()
+from trainer.contract.launcher_process import export_launcher_identity
+export_launcher_identity()
 child = '''
 import subprocess, sys, time
 from trainer.parallel.ranks.training_process import set_up_process
@@ -67,35 +67,35 @@ def test_a_launcher_on_this_host_is_checked_directly(other: "subprocess.Popen[by
     watch.watch_file(tmp_path, 0.01)
     (tmp_path / ALIVE_FILE).touch()
     for _ in range(3):
-        assert watch.find_lost_launcher() is None, "its file does not matter"
+        assert watch.describe_lost_launcher() is None, "its file does not matter"
         time.sleep(0.02)
     other.kill()
     other.wait()
-    assert f"the zerolora process {other.pid}" in str(watch.find_lost_launcher())
-    assert LauncherWatch({}, is_rank=True).find_lost_launcher() is None
+    assert f"the zerolora process {other.pid}" in str(watch.describe_lost_launcher())
+    assert LauncherWatch({}, is_rank=True).describe_lost_launcher() is None
 
 
 def test_a_launcher_elsewhere_counts_as_dead_when_its_file_stays_the_same(tmp_path: Path) -> None:
     watch = LauncherWatch({LAUNCHER_VARIABLE: ELSEWHERE}, is_rank=True)
     watch.watch_file(tmp_path, 0.3)
-    assert watch.find_lost_launcher() is None
+    assert watch.describe_lost_launcher() is None
     time.sleep(0.4)
-    assert watch.find_lost_launcher() is None, "there is no file: hosts without a shared folder"
+    assert watch.describe_lost_launcher() is None, "there is no file: hosts without a shared folder"
     file = tmp_path / ALIVE_FILE
     for hour in (1, 9, 3):  # no clock is asked which of them is later
         file.touch()
         os.utime(file, (3600 * hour,) * 2)
-        assert watch.find_lost_launcher() is None
+        assert watch.describe_lost_launcher() is None
         time.sleep(0.2)
     time.sleep(0.2)
-    assert "no heartbeat of the zerolora process for 0.3 s" in str(watch.find_lost_launcher())
+    assert "no heartbeat of the zerolora process for 0.3 s" in str(watch.describe_lost_launcher())
     file.touch()
-    assert watch.find_lost_launcher() is None
+    assert watch.describe_lost_launcher() is None
     file.unlink()
     time.sleep(0.4)
-    assert watch.find_lost_launcher() is not None, "it was there"
+    assert watch.describe_lost_launcher() is not None, "it was there"
     watch.watch_file(tmp_path, 0.0)
-    assert watch.find_lost_launcher() is None, "0 turns it off"
+    assert watch.describe_lost_launcher() is None, "0 turns it off"
 
 
 def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_connection_that_is_closed_is_no_dropped_network(tmp_path: Path) -> No
         watch = LauncherWatch({LAUNCHER_VARIABLE: ELSEWHERE}, is_rank=True)
     finally:
         os.dup2(stderr, 2)
-    assert watch.find_lost_launcher() is None
+    assert watch.describe_lost_launcher() is None
     os.close(reader)
-    assert "connection" in str(watch.find_lost_launcher())
+    assert "connection" in str(watch.describe_lost_launcher())
 
 
 # In place of srun: ends its ranks on SIGTERM. The rank is in its own session.
@@ -121,7 +121,7 @@ echo $rank; wait $rank
 
 
 def test_a_killed_launchers_child_launcher_ends_its_ranks() -> None:
-    program = "import sys; from trainer.contract.launcher_process import *; tie_children_to_this_process()\n"
+    program = "import sys; from trainer.contract.launcher_process import *; export_launcher_identity()\n"
     program += "from launcher.targets.local import Command\n"
     program += "Command(('sh', '-c', sys.argv[1]), 1, {}, ()).start(1, 2)[0].wait()"
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
@@ -158,5 +158,5 @@ def test_a_launcher_that_is_killed_takes_everything_along(tmp_path: Path) -> Non
 
 def test_children_are_tied_to_the_process_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHER_VARIABLE, ELSEWHERE)
-    tie_children_to_this_process()
+    export_launcher_identity()
     assert ProcessIdentity.parse(os.environ[LAUNCHER_VARIABLE]) == ProcessIdentity.read(os.getpid())

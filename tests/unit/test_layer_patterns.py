@@ -126,7 +126,9 @@ def test_ranks_and_scales_of_their_own_train_as_in_peft(settings: dict[str, Any]
     ]
     assert scales[0] == scales[1] and len(set(scales[0].values())) > 2
     lora = run.config.lora
-    estimated = read_shapes(load_model_config(str(tmp_path / "model"), ModelSection()), ModelSection(), lora).trained
+    estimated = read_shapes(
+        load_model_config(str(tmp_path / "model"), ModelSection()), ModelSection(), lora
+    ).trained_numel
     assert estimated == sum(shape.numel() for shape in shapes.values())
     if run.config.adapter == "lora":
         merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))

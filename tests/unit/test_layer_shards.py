@@ -175,7 +175,7 @@ def test_scales_of_4bit_weights_are_cut_with_them(folder: Path) -> None:
 def test_the_operators_test_themselves_and_find_groups(folder: Path) -> None:
     model = adapted(folder, cut=True)
     report = fuse_layers(model, "reference", forward=lambda: model(input_ids=IDS, use_cache=False))
-    assert report.fused == 14
+    assert report.fused_count == 14
     assert sorted(len(group) for group in report.groups) == [1, 1, 1, 1, 2, 2, 3, 3]
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from tests.unit.test_decisions import planner
 from trainer.commands.estimate import main
-from trainer.commands.longest_sequence import find_longest
+from trainer.commands.longest_sequence import find_longest_sequences
 from trainer.config import RunConfig
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
@@ -35,7 +35,7 @@ def test_the_longest_fits_and_a_longer_one_does_not() -> None:
     llama = planner("llama", Machine.assume(2, "bf16"), vocab_size=512)
     config = RunConfig.model_validate(SETTINGS)
     memory = 2 * GIB
-    longest = find_longest(llama, config, memory)
+    longest = find_longest_sequences(llama, config, memory)
     assert list(longest) == [1, 2] and 1.9 < longest[2] / longest[1] < 2.1
     assert needed(llama, config, longest[1]) <= memory < needed(llama, config, longest[1] + longest[1] // 20)
 
@@ -43,7 +43,7 @@ def test_the_longest_fits_and_a_longer_one_does_not() -> None:
 def test_a_short_sequence_is_found_to_256_tokens() -> None:
     llama = planner("llama", vocab_size=512)
     config = RunConfig.model_validate(SETTINGS)
-    assert find_longest(llama, config, needed(llama, config, 2400)) == {1: 2304}
+    assert find_longest_sequences(llama, config, needed(llama, config, 2400)) == {1: 2304}
 
 
 def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
@@ -53,7 +53,9 @@ def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
     room = 2**25
 
     def find(host: int | None) -> int:
-        return find_longest(replace(llama, machine=replace(llama.machine, host_memory=host)), config, 2 * GIB)[1]
+        return find_longest_sequences(
+            replace(llama, machine=replace(llama.machine, host_memory=host)), config, 2 * GIB
+        )[1]
 
     bounded, unbounded = find(room), find(None)
     assert room / 4096 < bounded < unbounded
@@ -61,7 +63,7 @@ def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
         llama, lengths=Lengths(bounded, bounded), machine=replace(llama.machine, host_memory=room)
     )  # fmt: skip
     config = apply_changes(config, {"dataset.max_length": bounded})
-    work = of_length.build_work(config, of_length.build_decisions(config))
+    work = of_length.build_micro_step(config, of_length.build_decisions(config))
     one = 512 * bounded
     none, some, every = (of_length.estimate_activations(replace(work, host_memory=host)) for host in (0, room, None))
     assert (none.on_host, some.on_host, every.on_host) == (0, room // one * one, 8 * one)

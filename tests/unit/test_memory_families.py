@@ -11,7 +11,7 @@ from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from trainer.config import ModelSection, RunConfig
 from trainer.data.batches import MicroBatch
-from trainer.memory.activations import FP32, Activations, MicroStep
+from trainer.memory.activations import FP32_BYTES, Activations, MicroStep
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
@@ -58,7 +58,7 @@ def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Micro
         shapes_of(name), Lengths.assume(config), Machine(1, False, precision, own_kernels=False, flash=False)
     )
     decided = planner.build_decisions(config)
-    work = planner.build_work(config, decided)
+    work = planner.build_micro_step(config, decided)
     return decided, work, planner.estimate_activations(work)
 
 
@@ -106,9 +106,9 @@ def predicted(name: str, work: MicroStep, seen: Activations) -> int:
     layers have none, and the embedding is made to want a gradient.
     """
     shapes = shapes_of(name)
-    of_logits = shapes.vocabulary * (FP32 + (work.element_size if shapes.properties.caps else 0))
+    of_logits = shapes.vocabulary * (FP32_BYTES + (work.element_size if shapes.properties.caps else 0))
     kept = seen.kept + work.tokens * (shapes.hidden * work.element_size if work.fused_loss else of_logits)
-    outside = NORMS_OUTSIDE.get(name, 1) * work.tokens * (shapes.hidden + 1) * FP32
+    outside = NORMS_OUTSIDE.get(name, 1) * work.tokens * (shapes.hidden + 1) * FP32_BYTES
     return kept + (outside if work.training.gradient_checkpointing == "non_reentrant" else 0)
 
 

@@ -283,13 +283,13 @@ def test_parameters_are_counted_as_the_model_counts_them(target: str) -> None:
     )
     trained, total = count_parameters(apply_adapter(model, lora, torch.float32))
     shapes = shapes_of(MODELS["llama"], 8, target)
-    assert (shapes.trained, sum(weight.elements for weight in shapes.weights)) == (trained, total)
+    assert (shapes.trained_numel, sum(weight.elements for weight in shapes.weights)) == (trained, total)
     assert base_weight_bytes(shapes, placement(element_size=4)) == pytest.approx(4 * (total - trained), rel=1e-3)
 
 
 def test_a_tied_head_is_counted_once_and_all_weights_are_trained_without_an_adapter() -> None:
     shapes = shapes_of("random:smollm2-135m", 0)
-    assert shapes.tied and shapes.trained == 134_515_008 and all(weight.trained for weight in shapes.weights)
+    assert shapes.tied and shapes.trained_numel == 134_515_008 and all(weight.trained for weight in shapes.weights)
 
 
 @pytest.mark.parametrize("recompute", ["non_reentrant", "selective"])
@@ -336,8 +336,8 @@ def test_stages_partition_their_states(stage: int) -> None:
     shapes = shapes_of("random:llama3.1-8b")
     alone, four = (placement(stage=stage, world_size=ranks, by_layer=stage == 3) for ranks in (1, 4))
     state = optimizer_state_bytes(shapes, four)
-    assert optimizer_state_bytes(shapes, alone) == 12 * shapes.trained
-    assert state == 12 * shapes.trained // (1 if stage == 0 else 4)
+    assert optimizer_state_bytes(shapes, alone) == 12 * shapes.trained_numel
+    assert state == 12 * shapes.trained_numel // (1 if stage == 0 else 4)
     assert base_weight_bytes(shapes, four) == pytest.approx(
         base_weight_bytes(shapes, alone) / (4 if stage == 3 else 1), rel=1e-6
     )
@@ -373,16 +373,16 @@ def test_the_terms_add_up_and_nothing_is_negative() -> None:
 
 def test_weights_that_are_all_trained_are_loaded_gathered_and_offloaded_like_a_base() -> None:
     shapes, four = shapes_of("random:smollm2-135m", 0), {"stage": 3, "world_size": 4}
-    assert host_bytes(shapes, placement()) == 2 * shapes.trained
+    assert host_bytes(shapes, placement()) == 2 * shapes.trained_numel
     assert min(gathered_bytes(shapes, placement(**four))) > 0
-    assert trained_weight_bytes(shapes, placement(**four)) == -(-2 * shapes.trained // 4)
-    assert gradient_bytes(shapes, placement(**four)) == -(-2 * shapes.trained // 4)
+    assert trained_weight_bytes(shapes, placement(**four)) == -(-2 * shapes.trained_numel // 4)
+    assert gradient_bytes(shapes, placement(**four)) == -(-2 * shapes.trained_numel // 4)
     offloaded = placement(**four, offload_optimizer=True, offload_parameters=True)
     assert trained_weight_bytes(shapes, offloaded) == gradient_bytes(shapes, offloaded) == 0
-    on_host = [host_bytes(shapes, placement(**four, offload_optimizer=True)), 2 * shapes.trained // 4]
+    on_host = [host_bytes(shapes, placement(**four, offload_optimizer=True)), 2 * shapes.trained_numel // 4]
     assert host_bytes(shapes, offloaded) == pytest.approx(sum(on_host), rel=0.001)
 
 
 def test_a_checkpoint_is_adapter_master_and_moments() -> None:
     shapes = shapes_of("random:llama3.1-8b")
-    assert checkpoint_bytes(shapes, placement()) == shapes.trained * (2 + (3 + 1) * (2 + 12))
+    assert checkpoint_bytes(shapes, placement()) == shapes.trained_numel * (2 + (3 + 1) * (2 + 12))

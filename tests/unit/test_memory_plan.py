@@ -11,20 +11,29 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from launcher.supervision.restarts import AttemptResult, Restarts
+from launcher.supervision.restarts import AttemptResult, RestartLoop
 from tests.tiny import write_chats
 from trainer.commands.estimate import build_report, main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_record import RestartNote
 from trainer.data.prepared import PreparedRun
-from trainer.memory.advice import _combine_changes, describe_misfit, find_smaller_batch, suggest_changes
+from trainer.memory.advice import _combine_changes, describe_memory_shortage, find_smaller_batch, suggest_changes
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import observe_layers
 from trainer.memory.oom_recovery import Recovery, StepOutOfMemoryError
-from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, apply_changes, format_gib
+from trainer.memory.planner import (
+    RECOMPUTATION,
+    RECOMPUTED_LAYERS_KEY,
+    SPARE_FRACTION,
+    Changes,
+    Lengths,
+    Planner,
+    apply_changes,
+    format_gib,
+)
 from trainer.memory.preflight import plan_for_machine
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
@@ -83,7 +92,7 @@ def test_the_largest_batch_is_the_last_that_fits(planner: Planner, config: RunCo
     memory = 80 * GIB
     batch = planner.find_largest_batch(config, memory)
     found = [planner.estimate(apply_changes(config, {"training.batch_size": size})) for size in (batch, batch + 1)]
-    sizes = [each.needed + int(each.peak * SPARE) for each in found]
+    sizes = [each.needed + int(each.peak * SPARE_FRACTION) for each in found]
     assert sizes[0] <= memory < sizes[1]
     assert planner.find_largest_batch(config, GIB) == 0
 
@@ -100,7 +109,7 @@ def test_a_configured_batch_that_fits_is_never_called_too_large(planner: Planner
 def test_memory_independent_of_rows_is_counted_once(planner: Planner, config: RunConfig) -> None:
     """A dequantized weight: 8 rows, which are extended from fewer, as if they had been observed."""
     changed = apply_changes(config, {"adapter": "qlora", "training.batch_size": 8})
-    work = planner.build_work(changed, planner.build_decisions(changed))
+    work = planner.build_micro_step(changed, planner.build_decisions(changed))
     assert planner._estimate_layers(work.settings, 8)[0].peak == pytest.approx(
         observe_layers(planner.shapes, work.settings, 8)[0].peak, rel=0.001
     )
@@ -177,7 +186,7 @@ def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfi
         way, layers = resolved(memory)
         assert way == "non_reentrant" and layers is not None
         there, one_less = (
-            planner.estimate(apply_changes(is_open, {RECOMPUTATION: way, LAYERS: count})).needed
+            planner.estimate(apply_changes(is_open, {RECOMPUTATION: way, RECOMPUTED_LAYERS_KEY: count})).needed
             for count in (layers, layers - 1 or None)
         )
         assert there <= memory < one_less or (layers == 1 and there <= memory)
@@ -205,7 +214,7 @@ def test_three_changes_that_fit_come_first(planner: Planner, config: RunConfig) 
     assert len(advice) == 3 and all(option.needed <= memory for option in advice)
     for option in advice:
         assert planner.estimate(apply_changes(config, option.changes)).needed == option.needed
-    line = describe_misfit(planner, config, memory, "has free")
+    line = describe_memory_shortage(planner, config, memory, "has free")
     assert line.startswith("memory: each GPU needs ") and line.count("GiB)") == 3 and "set training.batch_size=" in line
 
 
@@ -230,9 +239,9 @@ def test_changes_are_combined_if_none_is_enough(planner: Planner, config: RunCon
     advice = suggest_changes(planner, config, memory)
     assert advice[0].needed <= memory and len(advice[0].changes) > 2
     assert advice[1].needed > memory
-    line = describe_misfit(planner, config, memory, "has")
+    line = describe_memory_shortage(planner, config, memory, "has")
     assert f"set {advice[0]}; helpful but not enough: {advice[1]}; {advice[2]}" in line
-    assert "no change is enough" in describe_misfit(planner, config, 2 * GIB, "has")
+    assert "no change is enough" in describe_memory_shortage(planner, config, 2 * GIB, "has")
 
 
 def test_combined_changes_keep_the_highest_stage(planner: Planner, config: RunConfig) -> None:
@@ -250,7 +259,7 @@ def test_table_and_advice_agree(planner: Planner, config: RunConfig) -> None:
         start = apply_changes(config, changes)
         most_offloaded = planner.list_stages(start)[-1].estimate
         assert most_offloaded is not None
-        assert "no change is enough" not in describe_misfit(planner, start, most_offloaded.needed, "has")
+        assert "no change is enough" not in describe_memory_shortage(planner, start, most_offloaded.needed, "has")
 
 
 def test_longer_sequences_and_higher_ranks_need_more(planner: Planner, config: RunConfig) -> None:
@@ -368,7 +377,7 @@ def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
         RestartNote(7, 8 >> len(started), 2 ** len(started), 3).write(tmp_path / "logs")
         return AttemptResult(EXIT_RESTART)
 
-    assert Restarts(tmp_path, start, max_restarts=0, resumes=True).run() == 1
+    assert RestartLoop(tmp_path, start, max_restarts=0, resumes=True).run() == 1
     assert [len(more) for more in started] == [0, 5, 5, 5]
     assert started[2][:2] == ["training.batch_size=2", "training.gradient_accumulation_steps=4"]
     assert RestartNote.take(tmp_path / "logs") is None
@@ -377,7 +386,7 @@ def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
 def test_the_launcher_takes_an_exit_code_as_it_comes(tmp_path: Path) -> None:
     RestartNote(1, 1, 1, 2).write(tmp_path / "logs")  # of a run without a launcher
     endings = iter([AttemptResult(0), AttemptResult(1), AttemptResult(EXIT_RESTART)])
-    starts = [Restarts(tmp_path, lambda _: next(endings), max_restarts=3, resumes=False) for _ in range(3)]
+    starts = [RestartLoop(tmp_path, lambda _: next(endings), max_restarts=3, resumes=False) for _ in range(3)]
     assert [start.run() for start in starts] == [0, 1, 1]
 
 

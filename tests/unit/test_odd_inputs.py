@@ -35,7 +35,7 @@ from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.evaluation_section import check_task_names
 from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags
 from trainer.config.yaml_core import dump
-from trainer.config.zero import FIXED_KEYS, KNOWN_KEYS, SETTINGS, UNSUPPORTED_KEYS
+from trainer.config.zero import FIXED_KEYS, KNOWN_KEYS, SETTING_BY_KEY, UNSUPPORTED_KEYS
 from trainer.data.prompt_files import read_prompts
 from trainer.data.source_files import build_source
 from trainer.data.sources import resolve_local_path
@@ -144,7 +144,7 @@ def test_the_keys_of_deepspeed_are_those_that_it_reads() -> None:
 
     config = RecordedKeys({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})
     DeepSpeedConfig(config)
-    assert config.known - {*SETTINGS, *FIXED_KEYS, *UNSUPPORTED_KEYS} == set(KNOWN_KEYS)
+    assert config.known - {*SETTING_BY_KEY, *FIXED_KEYS, *UNSUPPORTED_KEYS} == set(KNOWN_KEYS)
 
 
 def test_an_empty_model_is_not_taken_for_none(tmp_path: Path, refuse: Command) -> None:
@@ -248,7 +248,7 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
         Machine(1, False, "fp32", own_kernels=False, flash=False),
     )
     assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"
-    work = planner.build_work(config, planner.build_decisions(config))
+    work = planner.build_micro_step(config, planner.build_decisions(config))
     lengths = []
 
     def observe(shapes: ModelShapes, settings: LayerSettings, rows: int) -> dict[int, Layer]:

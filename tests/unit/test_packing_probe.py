@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from trainer.config import UserError
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.packed_attention import VARLEN, use_varlen
+from trainer.patches.packed_attention import VARLEN, use_varlen_if_supported
 from trainer.patches.packing_probe import check_causal, separate_documents
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_a_model_that_drops_the_bounds_gets_a_mask(monkeypatch: pytest.MonkeyPat
     """Nemotron's code hands attention no more than it knows itself: our kernels would take a row for one document."""
     monkeypatch.setattr("trainer.patches.packed_attention.has_flash", lambda device, dtype: True)
     model = model_of("nemotron", intermediate_size=48, num_key_value_heads=2)
-    use_varlen(model, CPU, torch.float32)
+    use_varlen_if_supported(model, CPU, torch.float32)
     assert model.config._attn_implementation == VARLEN
     assert not flat_packs(model)
     assert model.config._attn_implementation == "sdpa"
@@ -113,5 +113,5 @@ def test_models_with_attention_of_their_own_keep_it(
 ) -> None:
     monkeypatch.setattr("trainer.patches.packed_attention.has_flash", lambda device, dtype: True)
     model = model_of(name, **settings)
-    use_varlen(model, CPU, torch.float32)
+    use_varlen_if_supported(model, CPU, torch.float32)
     assert model.config._attn_implementation in ("sdpa", "eager")

@@ -7,7 +7,7 @@ import pytest
 
 from launcher import rank_slots
 from launcher.plan import LaunchRequest, plan_launch
-from launcher.rank_slots import RankSlots, find_largest_divisor
+from launcher.rank_slots import RestartPlanner, find_largest_divisor
 from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation, build_srun_command
 from trainer.config import UserError
@@ -16,7 +16,7 @@ NONE: frozenset[int] = frozenset()
 
 
 @pytest.fixture
-def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots, set[str]]:
+def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RestartPlanner, set[str]]:
     """Slots of three hosts, 4, 2 and 2; and those that answer."""
     (tmp_path / "hostfile").write_text("a slots=4\nb slots=2\nc slots=2\n")
     answering = {"a", "b", "c"}
@@ -28,25 +28,25 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
     monkeypatch.setattr("launcher.plan._resolve_address", lambda host: host)
     request = LaunchRequest(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
-    return RankSlots(request, tmp_path, plan_launch(request, tmp_path)[0]), answering
+    return RestartPlanner(request, tmp_path, plan_launch(request, tmp_path)[0]), answering
 
 
 @pytest.fixture
-def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankSlots, list[str]]:
+def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RestartPlanner, list[str]]:
     """Four nodes with two ranks each; and those that are lost."""
     lost: list[str] = []
     build = partial(build_srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
     monkeypatch.setattr(rank_slots, "detect_lost_nodes", lambda allocation: list(lost))
-    return RankSlots(LaunchRequest(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
+    return RestartPlanner(LaunchRequest(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
 
 
-def included(places: RankSlots, excluded: frozenset[int], total: int | None) -> str:
+def included(places: RestartPlanner, excluded: frozenset[int], total: int | None) -> str:
     build, _ = places.plan_restart(excluded, total).plan
     return next(word for word in build([]).argv if word.startswith("--include="))
 
 
 def test_slots_of_the_hosts_that_answer_and_divide(
-    plan_on_hosts: tuple[RankSlots, set[str]], capsys: pytest.CaptureFixture[str]
+    plan_on_hosts: tuple[RestartPlanner, set[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     places, answering = plan_on_hosts
     assert included(places, NONE, None) == "--include=a:0,1,2,3@b:0,1@c:0,1"
@@ -62,7 +62,7 @@ def test_slots_of_the_hosts_that_answer_and_divide(
 
 
 def test_ranks_meet_at_master_addr_while_its_host_takes_part(
-    plan_on_hosts: tuple[RankSlots, set[str]],
+    plan_on_hosts: tuple[RestartPlanner, set[str]],
 ) -> None:
     places, answering = plan_on_hosts
     assert "--master_addr=a.cluster" in places.plan_restart(NONE, 8).plan[0]([]).argv
@@ -71,7 +71,7 @@ def test_ranks_meet_at_master_addr_while_its_host_takes_part(
 
 
 def test_another_host_in_the_file_takes_part_where_all_are_taken(
-    plan_on_hosts: tuple[RankSlots, set[str]], tmp_path: Path
+    plan_on_hosts: tuple[RestartPlanner, set[str]], tmp_path: Path
 ) -> None:
     places, answering = plan_on_hosts
     answering.add("d")
@@ -81,7 +81,7 @@ def test_another_host_in_the_file_takes_part_where_all_are_taken(
     assert included(places, NONE, None) == "--include=a:0,1,2,3@c:0,1@d:0,1", "no more than at first"
 
 
-def test_a_slot_that_failed_is_left_out_by_its_host(plan_on_hosts: tuple[RankSlots, set[str]]) -> None:
+def test_a_slot_that_failed_is_left_out_by_its_host(plan_on_hosts: tuple[RestartPlanner, set[str]]) -> None:
     places, _ = plan_on_hosts
     name, with_it = places.find_failure_domain(5) or ("", NONE)
     assert (name, with_it) == ("slot 1 of b", {5})
@@ -105,7 +105,7 @@ def test_a_slot_that_failed_is_left_out_by_its_host(plan_on_hosts: tuple[RankSlo
     ],
 )
 def test_nodes_that_are_left_and_divide(
-    on_nodes: tuple[RankSlots, list[str]], lost: list[str], total: int, shape: str, available: int
+    on_nodes: tuple[RestartPlanner, list[str]], lost: list[str], total: int, shape: str, available: int
 ) -> None:
     places, gone = on_nodes
     gone += lost
@@ -117,7 +117,7 @@ def test_nodes_that_are_left_and_divide(
     assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
 
 
-def test_the_whole_node_of_a_failed_rank_is_excluded(on_nodes: tuple[RankSlots, list[str]]) -> None:
+def test_the_whole_node_of_a_failed_rank_is_excluded(on_nodes: tuple[RestartPlanner, list[str]]) -> None:
     places, gone = on_nodes
     assert places.find_failure_domain(3) == ("node n2", {2, 3})
     again = places.plan_restart(frozenset({2, 3}), 12)
@@ -129,7 +129,7 @@ def test_the_whole_node_of_a_failed_rank_is_excluded(on_nodes: tuple[RankSlots, 
 
 def test_ranks_of_this_machine(tmp_path: Path) -> None:
     request = LaunchRequest(launcher="local", num_gpus=2)
-    places = RankSlots(request, tmp_path, partial(build_local_command, gpus=[], num_gpus=2, port=1))
+    places = RestartPlanner(request, tmp_path, partial(build_local_command, gpus=[], num_gpus=2, port=1))
     assert places.find_failure_domain(1) == ("the slot of rank 1", {1})
     again = places.plan_restart(frozenset({1}), 12)
     assert again.slots == (0,) and again.available == 1 and again.plan[0]([]).ranks == 1
@@ -144,7 +144,7 @@ def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
     monkeypatch.setattr(rank_slots, "list_installed_gpus", lambda: list(there))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     request = LaunchRequest(launcher="local")
-    places = RankSlots(request, tmp_path, partial(build_local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
+    places = RestartPlanner(request, tmp_path, partial(build_local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
     assert places.find_failure_domain(2) == ("GPU 5", {2})
     there.remove("GPU-2")
     again = places.plan_restart(frozenset({2}), None)

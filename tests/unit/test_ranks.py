@@ -10,11 +10,11 @@ PROGRAM = """
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from trainer.parallel.ranks.group import Ranks, extend_timeouts, form_process_group
+from trainer.parallel.ranks.group import Ranks, set_process_group_timeouts, form_process_group
 
 form_process_group(Ranks(0, 1, 0), timeout_minutes=3)
 dist.new_group(backend="gloo")
-extend_timeouts(77)
+set_process_group_timeouts(77)
 groups = list(dist.distributed_c10d._world.pg_map)
 assert len(groups) >= 2
 for group in groups:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from trainer.config import LoraSection
 from trainer.config.training_sections import TrainingSection
 from trainer.model.adapter import apply_adapter
-from trainer.patches.recompute import disable_recomputation, enable_recomputation, find_feed_forward_parts
+from trainer.patches.recompute import disable_recomputation, enable_recomputation, find_feed_forward_modules
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 # Neither has a dropout module: both call torch's function with a number from their settings.
@@ -83,4 +83,4 @@ def test_feed_forward_parts_without_an_adapter_are_recomputed_too(targets: tuple
     for ours, expected in zip(recomputed, kept, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-7, rtol=1e-5)
     model = apply_adapter(MODELS["llama"](), lora, torch.float32)
-    assert [type(part).__name__ for part in find_feed_forward_parts(model)] == ["LlamaMLP", "LlamaMLP"]
+    assert [type(part).__name__ for part in find_feed_forward_modules(model)] == ["LlamaMLP", "LlamaMLP"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from scripts.workarounds import Replacement, collect, markdown
 from trainer.config import TrainingSection
-from trainer.contract.known_versions import KNOWN
+from trainer.contract.known_versions import TESTED_VERSIONS
 from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.norm_mlp_rope import install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import enable_recomputation
@@ -27,7 +27,7 @@ def entries() -> list[Replacement]:
 
 def test_every_entry_names_a_known_library_and_existing_tests(entries: list[Replacement]) -> None:
     for entry in entries:
-        assert entry.library in KNOWN and entry.read_in in KNOWN[entry.library], entry.replaces
+        assert entry.library in TESTED_VERSIONS and entry.read_in in TESTED_VERSIONS[entry.library], entry.replaces
         for test in entry.test.replace("; ", ", ").split(", "):
             file, _, function = test.rpartition(": ") if ": " in test else ("", "", test)
             file = file or (test if test.endswith(".py") else "tests/unit/test_workarounds.py")
@@ -108,7 +108,7 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list(entries: l
         "loss_head: bypass_adapter",
         "loss_head: mask_balancing_loss",
         "packed_attention: pass_positions_to_masks",
-        "per_document: install_per_document",
+        "per_document: install_per_document_forwards",
     }
 
 

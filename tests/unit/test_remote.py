@@ -141,7 +141,7 @@ def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monke
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, remote=SshRanks({}))
     assert run.run() == 1
     assert run.processes[0].poll() == -9
-    assert (run.state, run.abort) == (supervisor.RunState.FAILING, supervisor.Abort.UNREACHABLE)
+    assert (run.state, run.abort) == (supervisor.RunState.FAILING, supervisor.AbortReason.UNREACHABLE)
 
 
 def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
@@ -187,7 +187,7 @@ def test_a_launcher_that_outlives_its_ranks_is_ended(
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == code
     assert run.processes[0].poll() == -9 and bool(run.signals) == signalled
-    assert run.abort is supervisor.Abort.OUTLIVED
+    assert run.abort is supervisor.AbortReason.OUTLIVED
     assert run.state is (supervisor.RunState.STOPPING if signalled else supervisor.RunState.RUNNING)
     assert "their launcher still waits; terminating it" in capfd.readouterr().err
 

@@ -49,7 +49,7 @@ def test_the_place(variables: dict[str, str], place: tuple[str | None, int, int,
 )
 def test_a_place_that_cannot_be(variables: dict[str, str], expected: int | None, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        Ranks.from_environment(variables, expected=expected)
+        Ranks.from_environment(variables, expected_world_size=expected)
 
 
 @pytest.mark.parametrize(

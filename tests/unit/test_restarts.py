@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision.failure_report import FailureSummary
-from launcher.supervision.restarts import AttemptResult, Restarts
+from launcher.supervision.restarts import AttemptResult, RestartLoop
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_record import RestartNote, read_restarts
 
@@ -28,7 +28,7 @@ class Starts:
         return self.endings.pop(0)
 
     def run(self, most: int = 3, *, resumes: bool = False) -> int:
-        restarts = Restarts(self.folder, self, max_restarts=most, resumes=resumes)
+        restarts = RestartLoop(self.folder, self, max_restarts=most, resumes=resumes)
         return restarts.run()
 
 
@@ -70,10 +70,10 @@ def test_a_step_must_be_made_between_two_starts(tmp_path: Path, capsys: pytest.C
 
 def test_a_slot_that_fails_again_is_excluded_from_a_run_that_has_trained(tmp_path: Path) -> None:
     starts = Starts(tmp_path, killed(7), killed(0, gained=False), DONE)
-    left_out = Restarts(tmp_path, starts, max_restarts=3, resumes=False, exclude=lambda end: f"rank {end.failure}")
+    left_out = RestartLoop(tmp_path, starts, max_restarts=3, resumes=False, exclude=lambda end: f"rank {end.failure}")
     assert left_out.run() == 0
     first = Starts(tmp_path, killed(0, gained=False))
-    assert Restarts(tmp_path, first, max_restarts=3, resumes=False, exclude=lambda _: "rank 1").run() == 137
+    assert RestartLoop(tmp_path, first, max_restarts=3, resumes=False, exclude=lambda _: "rank 1").run() == 137
 
 
 def test_a_failure_repeated_in_a_step_is_reported_with_its_samples(
@@ -118,7 +118,7 @@ def test_a_smaller_micro_batch_stays_small_in_later_starts(tmp_path: Path) -> No
             RestartNote(4, 2, 4, 3).write(tmp_path / "logs")
         return starts(settings)
 
-    assert Restarts(tmp_path, start, max_restarts=3, resumes=False).run() == 0
+    assert RestartLoop(tmp_path, start, max_restarts=3, resumes=False).run() == 0
     assert starts.settings[1] == starts.settings[2]
     assert starts.settings[1][0] == "training.batch_size=2" and "output.overwrite=false" in starts.settings[1]
     assert [entry.reason.split(";")[0] for entry in read_restarts(tmp_path)] == [
@@ -140,7 +140,7 @@ def test_a_start_that_wrote_nothing_is_repeated_as_it_was(tmp_path: Path) -> Non
         RestartNote(0, 4, 2, 2).write(tmp_path / "logs")
         return AttemptResult(EXIT_RESTART, None, 2)
 
-    assert Restarts(tmp_path, start, max_restarts=3, resumes=False).run() == 0
+    assert RestartLoop(tmp_path, start, max_restarts=3, resumes=False).run() == 0
     assert settings[1][:2] == ["training.batch_size=4", "training.gradient_accumulation_steps=2"]
     assert not [word for word in settings[1] if word.startswith(("output.overwrite", "training.resume"))]
 
@@ -156,4 +156,4 @@ def test_a_missing_folder_does_not_change_the_exit_code(tmp_path: Path, ending: 
         (tmp_path / "logs").touch()  # what is below it is an error as with a lost server, and not a missing file
         return ending
 
-    assert Restarts(tmp_path, start, max_restarts=3, resumes=False).run() == ending.code
+    assert RestartLoop(tmp_path, start, max_restarts=3, resumes=False).run() == ending.code

@@ -12,7 +12,7 @@ from tests.tiny import make_model
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands.merged_model import merge
-from trainer.commands.serve import Server, build_command
+from trainer.commands.serve import Server, prepare_server_command
 from trainer.config import ModelSection, UserError
 from trainer.model.base import get_context_length, load_model_config
 
@@ -62,4 +62,4 @@ def test_models_without_one_rotary_embedding_are_refused(tmp_path: Path) -> None
 def test_an_adapter_is_not_served_on_the_base_without_the_scaling(tmp_path: Path) -> None:
     run = find_run(make_run(tmp_path, model={"rope_scaling": {"type": "yarn", "factor": 4}}))
     with pytest.raises(UserError, match=r"model.rope_scaling.type=yarn: .*; pass --merged"):
-        build_command(run, Server("vllm", ("vllm",)), tmp_path, merged=False)
+        prepare_server_command(run, Server("vllm", ("vllm",)), tmp_path, merged=False)

@@ -26,7 +26,7 @@ def test_it_is_what_transformers_adds_and_reaches_the_router(model_type: str) ->
     check_router_loss(model.get_base_model(), WEIGHT, lora)
     tokens = list(range(5, 25))
     batch: Any = collate_samples([Sample(tokens, [True] * len(tokens), [len(tokens)])], 0, packed=False, flat=False)
-    loss_of = TokenLoss(model, balance=WEIGHT)
+    loss_of = TokenLoss(model, aux_loss_weight=WEIGHT)
     loss = loss_of(model, batch, CPU)
     ids = torch.tensor([tokens])
     base = model.get_base_model()
@@ -35,15 +35,17 @@ def test_it_is_what_transformers_adds_and_reaches_the_router(model_type: str) ->
     plain = model(input_ids=ids, labels=ids, use_cache=False)
     targets = len(tokens) - 1
     assert loss.item() / targets == pytest.approx(plain.loss.item(), rel=1e-5)
-    assert isinstance(loss_of.balancing, torch.Tensor)
-    assert loss_of.balancing.item() / targets == pytest.approx(with_it.loss.item() - plain.loss.item(), rel=1e-3)
-    loss_of.balancing.backward()
+    assert isinstance(loss_of.load_balancing_loss, torch.Tensor)
+    assert loss_of.load_balancing_loss.item() / targets == pytest.approx(
+        with_it.loss.item() - plain.loss.item(), rel=1e-3
+    )
+    loss_of.load_balancing_loss.backward()
     reached = [name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()]
     assert any(f"{router}.lora_B" in name for name in reached)
     with torch.no_grad():
-        before = loss_of.balancing
+        before = loss_of.load_balancing_loss
         loss_of(model, batch, CPU)
-    assert loss_of.balancing is before, "evaluation leaves it out"
+    assert loss_of.load_balancing_loss is before, "evaluation leaves it out"
 
 
 def test_padding_is_not_balanced() -> None:
@@ -51,12 +53,12 @@ def test_padding_is_not_balanced() -> None:
     samples = [Sample(list(range(5, 5 + n)), [True] * n, [n]) for n in (20, 7)]
     batch: Any = collate_samples(samples, 0, packed=False, flat=False)
     assert batch.attention_mask is not None and not batch.attention_mask.all()
-    loss_of = TokenLoss(model, balance=1.0)
+    loss_of = TokenLoss(model, aux_loss_weight=1.0)
     loss_of(model, batch, CPU)
     masked = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, output_router_logits=True)
     counted = model(batch.input_ids, use_cache=False, output_router_logits=True)
-    assert isinstance(loss_of.balancing, torch.Tensor)
-    assert loss_of.balancing.item() / batch.target_count == pytest.approx(masked.aux_loss.item(), rel=1e-6)
+    assert isinstance(loss_of.load_balancing_loss, torch.Tensor)
+    assert loss_of.load_balancing_loss.item() / batch.target_count == pytest.approx(masked.aux_loss.item(), rel=1e-6)
     assert masked.aux_loss.item() != pytest.approx(counted.aux_loss.item(), rel=1e-3)
 
 
@@ -70,7 +72,7 @@ def test_padding_of_packed_rows_is_not_balanced(packed: bool) -> None:
         Sample(torch.randint(3, 384, (sum(lengths),), generator=draw).tolist(), [True] * sum(lengths), list(lengths))
         for lengths in documents
     ]
-    loss_of = TokenLoss(model, balance=1.0)
+    loss_of = TokenLoss(model, aux_loss_weight=1.0)
     batch: Any = collate_samples(samples, 0, packed=packed, flat=False)
     loss_of(model, batch, CPU)
     logits: list[torch.Tensor] = []
@@ -80,8 +82,8 @@ def test_padding_of_packed_rows_is_not_balanced(packed: bool) -> None:
         found = model(alone.input_ids, **places, use_cache=False, output_router_logits=True).router_logits
         logits = [torch.cat(pair) for pair in zip(logits, found, strict=True)] if logits else list(found)
     expected = load_balancing_loss_func(tuple(logits), 4, 2)
-    assert isinstance(loss_of.balancing, torch.Tensor)
-    assert loss_of.balancing.item() / batch.target_count == pytest.approx(expected.item(), rel=1e-5)
+    assert isinstance(loss_of.load_balancing_loss, torch.Tensor)
+    assert loss_of.load_balancing_loss.item() / batch.target_count == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_it_is_refused_where_nothing_would_follow_it() -> None:

@@ -16,7 +16,7 @@ from launcher.scu_train import check_requirements
 from tests.cluster.hosts import needs_programs
 from tests.tiny import make_model, write_chats
 from trainer.config import RunConfig, load_config, scu_flags
-from trainer.contract.exit_codes import REPORT_DELAY_S
+from trainer.contract.exit_codes import EXIT_DELAY_S
 from trainer.contract.rendezvous import find_free_port
 
 CHECKOUT = Path(__file__).parents[2]
@@ -215,7 +215,7 @@ def test_requirements_with_a_gpu(
     monkeypatch.setattr("launcher.doctor.this_host._read_torch_cuda_version", lambda: "12.8")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr("launcher.scu_train.FREE_GIB", 0.001)
+    monkeypatch.setattr("launcher.scu_train.MIN_FREE_GIB", 0.001)
     monkeypatch.setattr("launcher.doctor.this_host.MAMBA", ("no-mamba-ssm",))
     assert check_requirements(tmp_path / "out") == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -253,12 +253,12 @@ def test_missing_requirements_are_named(
     cuda = None if missing == "CUDA of torch" else "13.0" if missing == "CUDA" else "12.1"
     monkeypatch.setattr("launcher.doctor.this_host._read_torch_cuda_version", lambda: cuda)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launcher.scu_train.FREE_GIB", 1e9 if missing == "disk" else 0.001)
+    monkeypatch.setattr("launcher.scu_train.MIN_FREE_GIB", 1e9 if missing == "disk" else 0.001)
     if missing in ("package", "version"):
         wanted = "no-such-package>=1" if missing == "package" else "pyyaml>=99"
         project = tmp_path / "pyproject.toml"
         project.write_text(f"[project]\ndependencies = ['{wanted}']\n[project.optional-dependencies]\ngpu = []\n")
-        monkeypatch.setattr("launcher.doctor.this_host.PROJECT", project)
+        monkeypatch.setattr("launcher.doctor.this_host.PYPROJECT_FILE", project)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     assert check_requirements(tmp_path) == (1 if line.startswith("FAIL") else 0)
     assert line in " ".join(capsys.readouterr().out.split())
@@ -397,7 +397,7 @@ def test_a_rank_that_says_nothing_of_a_bad_flag_lets_the_first_speak(tmp_path: P
     began = time.monotonic()
     result = run(["env", "RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=1", *command], tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
-    assert time.monotonic() - began >= REPORT_DELAY_S
+    assert time.monotonic() - began >= EXIT_DELAY_S
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])

@@ -7,12 +7,12 @@ import torch
 
 from tests.families import tiny_config
 from trainer.config import ModelSection, RunConfig, UserError
-from trainer.data.batches import IGNORED, SequencePart, collate_samples
+from trainer.data.batches import IGNORE_INDEX, SequencePart, collate_samples
 from trainer.data.samples import Sample
 from trainer.model.base import build_empty_model
 from trainer.monitor.mfu import StepFlops
-from trainer.parallel.ranks.sequence_group import check_ranks
-from trainer.patches.packed_attention import check_attention_shareable
+from trainer.parallel.ranks.sequence_group import check_ranks_divisible
+from trainer.patches.packed_attention import check_sequence_parallel_support
 
 PAD = 9
 PACK = [
@@ -31,7 +31,7 @@ def test_the_parts_make_up_the_whole(size: int) -> None:
     assert {part.input_ids.shape for part in parts} == {(1, (10 + padding) // size)}
     assert torch.cat([part.input_ids for part in parts], 1).tolist() == [whole.input_ids.tolist()[0] + [PAD] * padding]
     targets = torch.cat([part.targets for part in parts], 1)
-    assert targets.tolist() == [whole.targets.tolist()[0] + [IGNORED] * padding]
+    assert targets.tolist() == [whole.targets.tolist()[0] + [IGNORE_INDEX] * padding]
     positions = torch.cat([part.position_ids for part in parts if part.position_ids is not None], 1)
     assert whole.position_ids is not None and positions[0, :10].tolist() == whole.position_ids[0].tolist()
     assert whole.weights is not None
@@ -50,7 +50,7 @@ def test_the_last_token_of_a_part_predicts_the_first_of_the_next() -> None:
     first, second = (
         collate_samples(alone, PAD, packed=True, flat=True, sequence=SequencePart(rank, 2)) for rank in (0, 1)
     )
-    assert first.targets.tolist() == [[12, 13]] and second.targets.tolist() == [[14, IGNORED]]
+    assert first.targets.tolist() == [[12, 13]] and second.targets.tolist() == [[14, IGNORE_INDEX]]
 
 
 def test_a_rank_counts_its_fraction_of_the_attention() -> None:
@@ -68,9 +68,9 @@ def test_a_rank_counts_its_fraction_of_the_attention() -> None:
 
 def test_an_incomplete_group_of_ranks_is_refused() -> None:
     whole = {"base_model": "m", "output_dir": "run", "dataset": {"path": "d.jsonl"}}
-    check_ranks(2, RunConfig.model_validate(whole | {"parallel": {"sequence": 2}}).zero, 4)
+    check_ranks_divisible(2, RunConfig.model_validate(whole | {"parallel": {"sequence": 2}}).zero, 4)
     with pytest.raises(UserError, match=r"^parallel.sequence=3: does not divide the 4 ranks of this run; use 1 or"):
-        check_ranks(3, RunConfig.model_validate(whole | {"parallel": {"sequence": 3}}).zero, 4)
+        check_ranks_divisible(3, RunConfig.model_validate(whole | {"parallel": {"sequence": 3}}).zero, 4)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_an_incomplete_group_of_ranks_is_refused() -> None:
 )
 def test_models_that_cannot_share_sequences_are_refused(kind: str, size: int, problem: str) -> None:
     with pytest.raises(UserError, match=f"^parallel.sequence={size}: .* {problem}"):
-        check_attention_shareable(size, build_empty_model(tiny_config(kind), ModelSection()))
+        check_sequence_parallel_support(size, build_empty_model(tiny_config(kind), ModelSection()))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe", "gemma3_text", "mistral", "deepseek_v3"])
 def test_models_with_plain_attention_share_sequences(kind: str) -> None:
-    check_attention_shareable(2, build_empty_model(tiny_config(kind), ModelSection()))
+    check_sequence_parallel_support(2, build_empty_model(tiny_config(kind), ModelSection()))
 
 
 def test_a_part_of_no_sample_is_padding() -> None:

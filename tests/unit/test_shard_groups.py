@@ -9,7 +9,7 @@ from tests.tiny import make_model, write_chats
 from trainer.commands.doctor.ranks import check_shard_groups
 from trainer.commands.estimate import build_planner, main
 from trainer.config import UserError, load_config
-from trainer.parallel.ranks.group import Within, list_shard_groups
+from trainer.parallel.ranks.group import ShardScope, list_shard_groups
 
 HOSTS = ["a", "b", "a", "b", "a", "c"]
 
@@ -25,7 +25,7 @@ HOSTS = ["a", "b", "a", "b", "a", "c"]
         (6, [[0, 2, 4, 1, 3, 5]]),
     ],
 )
-def test_groups_follow_the_hosts(within: Within, groups: list[list[int]]) -> None:
+def test_groups_follow_the_hosts(within: ShardScope, groups: list[list[int]]) -> None:
     assert list_shard_groups(within, HOSTS) == groups
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.checkpoint.checkpoint import Position
-from trainer.monitor.hooks import HISTORY_STEPS, MIN_HISTORY, FinishedStep, SpikeWatch
+from trainer.monitor.hooks import HISTORY_STEPS, MIN_HISTORY, FinishedStep, SpikeDetector
 from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.stragglers import MIN_SLOW_WINDOWS, WINDOW_STEPS, StragglerWatch
 
@@ -20,7 +20,7 @@ def noisy(count: int) -> list[float]:
 def test_a_loss_far_above_the_last_ones_is_told_once() -> None:
     said: list[str] = []
     position = Position()
-    spikes = SpikeWatch(said.append, position)
+    spikes = SpikeDetector(said.append, position)
     losses = noisy(60)
     losses[40:43] = [5.0, 6.0, 4.5]
     for step, loss in enumerate(losses, start=1):
@@ -34,10 +34,10 @@ def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> Non
     said: list[str] = []
     position = Position()
     for step, loss in enumerate([*noisy(HISTORY_STEPS), 9.0, float("nan")], start=1):
-        position.spikes += SpikeWatch(said.append, position).check(step, loss, 1.0)
+        position.spikes += SpikeDetector(said.append, position).check(step, loss, 1.0)
     assert position.spikes == 1 and len(position.latest_losses) == HISTORY_STEPS
     again = Position.from_dict(json.loads(json.dumps(position.to_dict(), allow_nan=False)))
-    assert SpikeWatch(said.append, again).check(HISTORY_STEPS + 3, 8.0, 1.0)
+    assert SpikeDetector(said.append, again).check(HISTORY_STEPS + 3, 8.0, 1.0)
     assert again.spikes == 1 and f"step {HISTORY_STEPS + 3}: loss 8.000, but the last {HISTORY_STEPS}" in said[1]
 
 
@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> Non
     ids=["noise", "the first steps", "falling", "flat"],
 )
 def test_what_is_no_spike(losses: list[float]) -> None:
-    spikes = SpikeWatch(pytest.fail, Position())
+    spikes = SpikeDetector(pytest.fail, Position())
     for step, loss in enumerate(losses, start=1):
         assert not spikes.check(step, loss, 1.0)
 

@@ -11,7 +11,7 @@ from ops.head import sum_token_losses
 from ops.seeds import Seeds, draw_seed
 from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
-from trainer.data.batches import IGNORED, MicroBatch, collate_samples
+from trainer.data.batches import IGNORE_INDEX, MicroBatch, collate_samples
 from trainer.data.samples import Sample
 from trainer.data.static_shapes import StaticShape, choose_shape, pad_to_shape, round_up
 from trainer.model.adapter import apply_adapter
@@ -61,7 +61,7 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     wanted = loss(model, batch, CPU)
     gradients = torch.autograd.grad(wanted, flat.buffers)
     shape = choose_shape(batch)
-    assert shape.length > batch.input_ids.shape[1] or shape.targets > (batch.targets != IGNORED).any(0).sum()
+    assert shape.length > batch.input_ids.shape[1] or shape.targets > (batch.targets != IGNORE_INDEX).any(0).sum()
     other = replace(batch, input_ids=batch.input_ids.flip(1))
     inputs = StaticInputs(*loss.build_host_inputs(pad_to_shape(other, shape), shape.targets), CPU)
     inputs.fill(*loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets))
@@ -134,7 +134,7 @@ def test_rows_without_a_target_count_nothing() -> None:
     hidden = torch.randn(9, 16, dtype=torch.float64, requires_grad=True)
     weight, targets = torch.randn(40, 16, dtype=torch.float64), torch.randint(0, 40, (9,))
     kept = torch.tensor([0, 3, 4, 8])
-    some = torch.full_like(targets, IGNORED)
+    some = torch.full_like(targets, IGNORE_INDEX)
     some[kept] = targets[kept]
     found, wanted = sum_token_losses(hidden, weight, some), sum_token_losses(hidden[kept], weight, targets[kept])
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)

@@ -98,7 +98,7 @@ def test_gradients_are_those_of_peft_on_the_dequantised_weights(root: Path, form
     unfused = logits_and_gradients(model)
     model.zero_grad()
     report = fuse_layers(model, "reference", forward=partial(model, input_ids=IDS, use_cache=False))
-    assert (report.fused, report.total) == (14, 14)
+    assert (report.fused_count, report.total) == (14, 14)
     assert sum(len(group) > 1 for group in report.groups) == 4, "q/k/v and gate/up of two layers"
     fused = logits_and_gradients(model)
     assert len(theirs) == len(unfused) == len(fused) == 29

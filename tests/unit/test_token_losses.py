@@ -44,14 +44,14 @@ def published(kind: str, logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 def test_losses_and_gradients_are_the_published_ones(
     monkeypatch: pytest.MonkeyPatch, chunk_elements: int, name: str, weighted: bool
 ) -> None:
-    monkeypatch.setattr(ops.head, "LOGITS_AT_ONCE", chunk_elements)
+    monkeypatch.setattr(ops.head, "MAX_LOGITS_PER_CHUNK", chunk_elements)
     hidden, head, targets, drawn = problem(torch.float64)
     weights, kind = drawn if weighted else None, LossKind(name, PARAMETERS[name])
     truth = (published(name, hidden @ head.t(), targets) * (drawn.double() if weighted else 1.0)).sum()
     (expected,) = torch.autograd.grad(3 * truth, hidden)
-    is_in_chunks = sum_token_losses(hidden, head, targets, kind=kind, token_weights=weights)
+    computes_in_chunks = sum_token_losses(hidden, head, targets, kind=kind, token_weights=weights)
     from_logits = sum_token_losses_from_logits(hidden @ head.t(), targets, kind, weights)
-    for loss in (is_in_chunks, from_logits):
+    for loss in (computes_in_chunks, from_logits):
         (grad,) = torch.autograd.grad(3 * loss, hidden)
         torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-6)
         assert (grad - expected).norm() <= 1e-6 * expected.norm()
@@ -77,9 +77,9 @@ def test_a_certain_token_has_a_finite_gradient(name: str) -> None:
     kind = LossKind(name, 0.5)
     loss = sum_token_losses_from_logits(logits, torch.tensor([3, 5]), kind)
     (grad,) = torch.autograd.grad(loss, logits)
-    is_in_chunks = sum_token_losses(logits, torch.eye(30), torch.tensor([3, 5]), kind=kind)
+    computes_in_chunks = sum_token_losses(logits, torch.eye(30), torch.tensor([3, 5]), kind=kind)
     assert torch.isfinite(grad).all() and torch.isfinite(loss)
-    torch.testing.assert_close(torch.autograd.grad(is_in_chunks, logits)[0], grad)
+    torch.testing.assert_close(torch.autograd.grad(computes_in_chunks, logits)[0], grad)
 
 
 @pytest.fixture(scope="module")

@@ -36,13 +36,13 @@ from trainer.commands import evaluate, generate, inspect, merge
 from trainer.commands.export.__main__ import export
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data.image_features import FeatureFiles
-from trainer.data.image_parts import IMAGE, decode_image, read_stored_image
+from trainer.data.image_parts import IMAGE_MARKER, decode_image, read_stored_image
 from trainer.data.samples import Samples, split_documents
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
 from trainer.memory.preflight import plan_memory
 from trainer.model.base import load_base_model
-from trainer.model.image_reader import FAMILIES, cache_features
+from trainer.model.image_reader import SUPPORTED_MODEL_TYPES, cache_features
 from trainer.parallel.ranks.group import Ranks
 from trainer.patches.packed_attention import TOWER, VARLEN, set_varlen, use_flash_in_towers
 from trainer.patches.packing_probe import separate_documents
@@ -92,7 +92,7 @@ def run_config(root: Path, family: str, **changes: Any) -> RunConfig:
 
 
 def test_every_supported_model_type_is_tested() -> None:
-    assert {*PROCESSORS} - {"pixtral"} == {*FAMILIES}, "Pixtral's model type is llava"
+    assert {*PROCESSORS} - {"pixtral"} == {*SUPPORTED_MODEL_TYPES}, "Pixtral's model type is llava"
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"rows": {}, "packs": {"dataset__packing": True}, "nf4": {"adapter": "qlora"}}
@@ -552,7 +552,7 @@ def test_a_chat_shows_its_image_in_the_first_turn(root: Path, tmp_path: Path) ->
     chat = Conversation(model, tokenizer, Sampling(4), config.dataset, None, images)
     chat.ask("which colour")
     chat.ask("sure")
-    assert [turn["content"].count(IMAGE) for turn in chat.turns] == [1, 0, 0, 0]
+    assert [turn["content"].count(IMAGE_MARKER) for turn in chat.turns] == [1, 0, 0, 0]
 
 
 def test_a_tiny_model_learns_the_colour_of_images(root: Path, tmp_path: Path) -> None:

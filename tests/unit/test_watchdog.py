@@ -21,7 +21,7 @@ from trainer.contract.heartbeat import (
     HangReport,
     Heartbeat,
     HeartbeatFolder,
-    clear_heartbeats,
+    clear_rank_reports,
     read_hang_report,
     read_heartbeats,
 )
@@ -95,7 +95,7 @@ def test_time_by_phase_is_that_of_the_outermost_and_steps_are_the_rest() -> None
     time.sleep(0.1)
     with progress.phase("report"):
         time.sleep(0.1)
-        found = progress.time_by_phase()
+        found = progress.get_seconds_by_phase()
     passed = time.monotonic() - began
     assert list(found) == ["start", "load", "save", "steps"], "the host's part of a step is no phase of its own"
     assert found["load"] >= 0.2 and found["save"] >= 0.1 and 0.2 <= found["steps"] <= passed - 0.4
@@ -215,7 +215,7 @@ def test_heartbeats_do_not_create_the_folder_and_are_read_by_the_launcher(tmp_pa
     assert folder.read()[1].step == read_heartbeats(logs)[1].step == 412
     HeartbeatFolder(logs, rank=0, world_size=2).publish(replace(BEAT, time=time.time()))
     assert sorted(folder.read()) == [0, 1]
-    clear_heartbeats(logs)
+    clear_rank_reports(logs)
     assert list(logs.iterdir()) == []
 
 
@@ -224,15 +224,15 @@ def test_a_rank_is_known_before_its_first_step_however_soon_that_comes(tmp_path:
     logs = tmp_path / "logs"
     watchdog = Watchdog(Ranks(0, 1, 0), logs, hang_timeout_minutes=0.0)
     try:
-        watchdog.writes = False
+        watchdog.writes_heartbeats = False
         logs.mkdir()
         PROGRESS.begin_step(1)
         assert read_heartbeats(logs) == {}, "the folder may be another run's"
-        watchdog.writes = True
+        watchdog.writes_heartbeats = True
         assert read_heartbeats(logs)[0].pid == os.getpid()
     finally:
         watchdog.end(0)
-    clear_heartbeats(logs)
+    clear_rank_reports(logs)
     logs.rmdir()
     watchdog = Watchdog(Ranks(0, 1, 0), logs, hang_timeout_minutes=0.0)
     try:

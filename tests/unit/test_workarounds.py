@@ -81,7 +81,7 @@ def test_deepspeed_clips_if_nothing_is_said() -> None:
 
 
 def test_stage_0_takes_a_step_of_zeros() -> None:
-    """deepspeed_workarounds.undo_zero_step."""
+    """deepspeed_workarounds.undo_zero_gradient_step."""
 
     def decaying(parameters: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.5)
@@ -116,7 +116,7 @@ def test_stage_0_reports_the_norm_times_the_loss_scale() -> None:
 
 
 def test_stage_0_divides_by_a_loss_scale_that_it_never_applied() -> None:
-    """deepspeed_workarounds.scale_the_loss, which sees for itself whether it is needed."""
+    """deepspeed_workarounds.scale_loss, which sees for itself whether it is needed."""
     engine = raw_engine(0)
     assert engine.optimizer.loss_scale == 256.0
     pass_back(engine)
@@ -143,7 +143,7 @@ def test_deepspeeds_norm_hides_what_is_not_finite() -> None:
 
 
 def test_deepspeeds_own_groups_wait_as_long_as_torch_says() -> None:
-    """ranks.extend_timeouts: `timeout` of the first group, which one_rank leaves at its default, is passed to none."""
+    """set_process_group_timeouts: `timeout` of the first group, which one_rank leaves at its default, is passed to none."""
     from torch.distributed import distributed_c10d
 
     distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=77), dist.group.WORLD)

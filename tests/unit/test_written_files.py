@@ -22,8 +22,8 @@ from trainer.contract.whole_files import apply_umask
 from trainer.data.demo_data import build_once
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_tokenizer
-from trainer.model.tokenizer_files import tokenizer_files, write_files
-from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
+from trainer.model.tokenizer_files import read_tokenizer_files, write_files
+from trainer.tasks.images.files import DIFFUSERS_FILE, write_for_diffusers
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_image_adapters_have_the_mode_of_new_files(mode: int, run_dir: Path, tmp
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (tmp_path / name).write_bytes((run_dir / name).read_bytes())
     write_for_diffusers(tmp_path)
-    assert modes(tmp_path / DIFFUSERS) == {mode}
+    assert modes(tmp_path / DIFFUSERS_FILE) == {mode}
 
 
 def test_a_shared_cache_can_be_read_by_others(mode: int, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_an_unchanged_tokenizer_keeps_the_files_of_its_base(tmp_path: Path) -> N
     stored = store_as_published(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path), ModelSection())
     assert tokenizer.pad_token == "<|endoftext|>", "chosen at loading, as it is when the files are read again"
-    assert tokenizer_files(tokenizer) == stored
+    assert read_tokenizer_files(tokenizer) == stored
 
 
 def test_files_are_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +116,8 @@ def test_files_are_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", tmp_path)
     tokenizer = load_tokenizer(str(snapshot), ModelSection())
     tokenizer.name_or_path = "me/tiny"
-    assert tokenizer_files(tokenizer, revision="v2") == stored
-    assert tokenizer_files(tokenizer) != stored, "another revision"
+    assert read_tokenizer_files(tokenizer, revision="v2") == stored
+    assert read_tokenizer_files(tokenizer) != stored, "another revision"
 
 
 @pytest.mark.parametrize("change", ["tokens", "template", "padding", "nothing"])
@@ -136,7 +136,7 @@ def test_what_is_saved_anew_is_the_tokenizer_and_names_a_class_of_both_majors(ch
         tokenizer.chat_template = CHATML + "\n"
     if change == "tokens":
         tokenizer.add_special_tokens({"extra_special_tokens": ["<s1>"]})
-    files = tokenizer_files(tokenizer)
+    files = read_tokenizer_files(tokenizer)
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert not {"extra_special_tokens", "is_local", "name_or_path"} & set(settings)
@@ -152,7 +152,7 @@ def test_a_tokenizer_whose_class_only_config_json_names_is_saved_in_full(tmp_pat
     config = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": None}))
     tokenizer = load_tokenizer(str(base), ModelSection())
-    again = loaded(tokenizer_files(tokenizer), tmp_path / "again")
+    again = loaded(read_tokenizer_files(tokenizer), tmp_path / "again")
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
 
 

@@ -130,7 +130,7 @@ class AdapterFormat:
         trained_factors = {name: factors[name] for name in trained if name in factors}
         return cls(names, settings, trained_factors, build_empty_base(model.get_base_model()))
 
-    def check_loads(self, folder: Path) -> None:
+    def check_loadable(self, folder: Path) -> None:
         """Raise NotReloadableError unless plain PEFT can load every tensor of a saved adapter.
 
         Loads into a base model on the meta device. A combination of settings, names and shapes that PEFT has

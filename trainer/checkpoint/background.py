@@ -15,7 +15,7 @@ from trainer.contract.rank_errors import OtherRankError
 from trainer.parallel.ranks.group import Ranks, gather_objects
 
 POLL_INTERVAL_S = 0.05
-PREFIX = ".writing-"
+TEMP_PREFIX = ".writing-"
 """Prefix of incomplete folders."""
 
 
@@ -110,5 +110,5 @@ def exchange_outcomes(
         raise exception
     if errors:
         raise OtherRankError(f"rank {errors[0][0]} could not write {folder.name}: {errors[0][1]}")
-    name = folder.name.removeprefix(PREFIX)
+    name = folder.name.removeprefix(TEMP_PREFIX)
     raise SaveError(f"{name} was not saved: {full[0]}; free some space; older checkpoints are untouched")

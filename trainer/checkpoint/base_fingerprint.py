@@ -22,7 +22,7 @@ SAMPLE_BYTES, SAMPLE_INTERVAL = 1 << 16, 1 << 24
 VOLATILE = ("transformers_version", "_diffusers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 PIPELINE, SCHEDULER = "model_index.json", "scheduler"
 FROZEN_PARTS = (SCHEDULER, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-SAME_WEIGHTS = ("name", "weights", "commit")
+WEIGHT_KEYS = ("name", "weights", "commit")
 """Keys of a fingerprint. The first key that two fingerprints share determines whether their weights are the same."""
 
 
@@ -95,18 +95,20 @@ def _hash_settings(file: Path) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(stable, sort_keys=True).encode())
 
 
-def find_changed_part(one: dict[str, str], other: dict[str, str]) -> str | None:
-    """Return the first key outside SAME_WEIGHTS that has different values in the two fingerprints, or None."""
-    return next((key for key in one if key not in SAME_WEIGHTS and other.get(key, one[key]) != one[key]), None)
+def find_changed_part(recorded: dict[str, str], current: dict[str, str]) -> str | None:
+    """Return the first key outside WEIGHT_KEYS that has different values in the two fingerprints, or None."""
+    return next(
+        (key for key in recorded if key not in WEIGHT_KEYS and current.get(key, recorded[key]) != recorded[key]), None
+    )
 
 
-def is_same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
+def is_same_base(recorded: dict[str, str], current: dict[str, str]) -> bool | None:
     """Return whether two fingerprints belong to the same base model; None if their weights cannot be compared."""
-    if find_changed_part(one, other):
+    if find_changed_part(recorded, current):
         return False
-    for key in SAME_WEIGHTS:
-        if key in one and key in other:
-            return one[key] == other[key]
+    for key in WEIGHT_KEYS:
+        if key in recorded and key in current:
+            return recorded[key] == current[key]
     return None
 
 

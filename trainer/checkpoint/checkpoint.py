@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import FORMAT, read_state
+from trainer.checkpoint.checkpoint_files import FORMAT_VERSION, read_state
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
@@ -52,16 +52,16 @@ class RankState:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
             pieces = StatePieces(tensors, pieces.shards, pieces.shapes)
         raw = {f"moments/{name}": value for name, value in engine_state.collect_8bit_moments().items()}
-        rank_tensors = {name: copies.copy(name, value) for name, value in (_get_random_states() | raw).items()}
+        rank_tensors = {name: copies.copy(name, value) for name, value in (_get_rng_states() | raw).items()}
         return cls(ranks.rank, pieces, rank_tensors, {})
 
     def fill_state(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
         """Return a copy with `state` filled in. Call it only after the device has finished the step being saved."""
         state = {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             **position,
             "optimizer_steps": EngineState(engine).count_steps_taken(),
-            "averages": EngineState(engine).read_averages(),
+            "averages": EngineState(engine).read_averaging_state(),
             "world_size": ranks.world_size,
             "zero_stage": engine.zero_optimization_stage(),
             "loss_scale": _read_loss_scale(engine),
@@ -97,7 +97,7 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
             f"that run, or start a new run with lora.adapter_path: {checkpoint}"
         )
     exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
-    engine_state.restore_averages(state.get("averages", []))
+    engine_state.restore_averaging_state(state.get("averages", []))
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())
     rank_file = checkpoint / f"rank-{ranks.rank:05d}.safetensors"
     if same_layout and rank_file.exists():
@@ -119,7 +119,7 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
 
 
-def _get_random_states() -> dict[str, torch.Tensor]:
+def _get_rng_states() -> dict[str, torch.Tensor]:
     tensors = {"rng/torch": torch.get_rng_state()}  # a step uses neither Python's nor NumPy's generator
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()

@@ -19,9 +19,9 @@ from trainer.config.files import read_json
 from trainer.contract.whole_files import sync, write_text_atomic
 
 MARKER = "COMPLETE"
-FORMAT = 4
+FORMAT_VERSION = 4
 CHUNK = 1 << 25
-NAME = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def list_checkpoint_folders(run_dir: Path) -> list[Path]:
     """Return all `checkpoint-N` folders of a run, complete or not, oldest first."""
-    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=parse_step)
+    return sorted(
+        (path for path in run_dir.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)), key=parse_step
+    )
 
 
 def parse_step(checkpoint: Path) -> int:
@@ -122,9 +124,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state: dict[str, Any] = read_json(checkpoint / "state.json")
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: has no state.json; use another checkpoint") from None
-    if state.get("format") != FORMAT:
+    if state.get("format") != FORMAT_VERSION:
         raise UserError(
-            f"{checkpoint}: has format {state.get('format')}, but this version reads {FORMAT}; "
+            f"{checkpoint}: has format {state.get('format')}, but this version reads {FORMAT_VERSION}; "
             "resume with the version of zerolora that wrote it"
         )
     return state

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import PREFIX, BackgroundSave, SaveError, exchange_outcomes
+from trainer.checkpoint.background import TEMP_PREFIX, BackgroundSave, SaveError, exchange_outcomes
 from trainer.checkpoint.checkpoint import Position, RankState, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import (
     describe_damage,
@@ -121,7 +121,7 @@ class CheckpointManager:
         return self._identity
 
     @phase("save")
-    def copy(self, engine: Engine) -> None:
+    def capture(self, engine: Engine) -> None:
         """Queue copies of the engine's state and weights to host memory after the current step; a collective call."""
         with suppress(SaveError):  # already reported; continue with this save
             self.finish_save()
@@ -148,7 +148,7 @@ class CheckpointManager:
         if steering is not None:
             state["scu"] = steering.state_dict()
             self._folder.save_scu_records(steering)
-        folder = self._run_dir / f"{PREFIX}checkpoint-{position.step}"
+        folder = self._run_dir / f"{TEMP_PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
         require_nonzero_b = has_positive_rate(schedule)
@@ -178,8 +178,8 @@ class CheckpointManager:
 
         Renames an earlier run's checkpoints that are newer than the step from which this run resumed.
         """
-        self._folder.check()
-        self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(PREFIX), self._abandoned)
+        self._folder.check_lock()
+        self._renamed = publish(folder, self._run_dir / folder.name.removeprefix(TEMP_PREFIX), self._abandoned)
         limit = self._config.training.save_total_limit
         for checkpoint in list(list_surplus_checkpoints(self._run_dir, limit, protect)):
             shutil.rmtree(checkpoint)

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from trainer.checkpoint.adapter_files import describe_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
-from trainer.checkpoint.identity import ALLOW, check_unchanged
+from trainer.checkpoint.identity import ALLOW_MISMATCH_OPTION, check_unchanged
 from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
 from trainer.config import RunConfig, UserError
-from trainer.config.errors import describe_first
+from trainer.config.errors import describe_first_error
 from trainer.config.files import check_type, read_json, read_json_or_default, read_safetensors_header
 from trainer.contract.object_store import open_run
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
@@ -31,7 +31,7 @@ from trainer.parallel.ranks.group import set_seed
 from trainer.patches.fake_quantized_lora import install_fake_quantization
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 
-ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "adapter_path", "reference")
 """Settings, in any section, that may contain the path of an input."""
 BASE_MODEL_HELP = "location of the base model, if it was moved"
@@ -51,7 +51,9 @@ class FinishedRun:
 def add_run_arguments(parser: argparse.ArgumentParser, base_model_help: str) -> None:
     parser.add_argument("run", type=open_run, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--base-model", metavar="MODEL", help=base_model_help)
-    parser.add_argument(ALLOW, action="store_true", help="accept a base model, data or files that differ from training")
+    parser.add_argument(
+        ALLOW_MISMATCH_OPTION, action="store_true", help="accept a base model, data or files that differ from training"
+    )
 
 
 def find_run(
@@ -69,7 +71,7 @@ def find_run(
             f"{folder}: trained with adapter: none, so it is a full model; use it with "
             "AutoModelForCausalLM.from_pretrained, vLLM or `hf upload`"
         )
-    missing = [name for name in ADAPTER if not (folder / name).is_file()]
+    missing = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
     if missing:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
@@ -92,7 +94,7 @@ def find_run(
         if not allow_mismatch:
             raise
         for mistake in getattr(error, "mistakes", (error,)):
-            print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW}", file=sys.stderr)
+            print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW_MISMATCH_OPTION}", file=sys.stderr)
         _report_layers_without_adapter(folder, config.base_model)
     # The saved tokenizer has the template used in training; the template file may have changed since.
     dataset = config.dataset.model_copy(update={"chat_template": None})
@@ -102,7 +104,7 @@ def find_run(
 
 def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
     """Print a note if the base model has layers above the adapter's last layer."""
-    header, _, _ = read_safetensors_header(folder / ADAPTER[0])
+    header, _, _ = read_safetensors_header(folder / ADAPTER_FILES[0])
     last = max((int(match[1]) for name in header if (match := re.search(r"\.layers\.(\d+)\.", name))), default=-1)
     config = read_json_or_default(Path(base_model).expanduser() / "config.json", dict[str, Any], {})
     layers = config.get("num_hidden_layers", 0)
@@ -129,7 +131,7 @@ def _read_config(run_dir: Path) -> RunConfig:
         return RunConfig.model_validate_json(json.dumps(settings))
     except ValidationError as error:
         raise UserError(
-            f"{path}: {describe_first(error)}; restore it, or use the version of zerolora that wrote it"
+            f"{path}: {describe_first_error(error)}; restore it, or use the version of zerolora that wrote it"
         ) from None
 
 

@@ -26,7 +26,7 @@ from trainer.data.step_count import compute_global_batch, resolve_global_batch
 from trainer.model.base import load_model_config
 from trainer.model.model_source import find_cached_file
 
-ALLOW = "--allow-mismatch"
+ALLOW_MISMATCH_OPTION = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 FIXED, NOT_COMPARED, GROUPS, PEFT_NAMES = (TABLES[name] for name in ("fixed", "not_compared", "groups", "peft_names"))
 MODEL_SETTINGS, SPLIT_SETTINGS = tuple(TABLES["model"]), tuple(TABLES["split"])
@@ -150,7 +150,7 @@ def check_unchanged(config: RunConfig, folder: Path, *, needs_base: bool) -> Non
         changed_base = _list_problems(recorded, Identity(base_model=config.base_model, base=base), folder)
         problems += [f"{problem}; pass that model with --base-model" for problem in changed_base]
     if problems:
-        raise UserErrors([f"{problem}, or allow it with {ALLOW}" for problem in problems])
+        raise UserErrors([f"{problem}, or allow it with {ALLOW_MISMATCH_OPTION}" for problem in problems])
 
 
 def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> None:
@@ -160,7 +160,7 @@ def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> N
         settings = _collect_comparable_settings(_remove_adapter_path(config))
         content = {"content": origin["content"]}
         current = Identity(names={"dataset.path": _format_data_path(config)}, settings=settings, data=content)
-        fix = f"documents used in training may be held out now; pass other data with --data, or allow it with {ALLOW}"
+        fix = f"documents used in training may be held out now; use other data (--data) or {ALLOW_MISMATCH_OPTION}"
         if problems := _list_problems(recorded, current, folder, SPLIT_SETTINGS):
             raise UserErrors([f"{problem}; {fix}" for problem in problems])
 

@@ -17,7 +17,7 @@ from trainer.checkpoint.run_record import LOGS, is_run_folder, list_run_files
 from trainer.config import RunConfig, SourceSection, UserError
 from trainer.config.evaluation_section import check_task_names
 from trainer.contract.folder_lock import describe_live_holder
-from trainer.contract.json_records import SWEEP
+from trainer.contract.json_records import SWEEP_RECORD_FILE
 from trainer.contract.object_store import fetch_run
 from trainer.data.source_files import read_template
 from trainer.data.sources import resolve_local_path
@@ -29,20 +29,20 @@ MAX_SHOWN_NAMES = 3
 Result = TypeVar("Result")
 
 
-def check_inputs_and_output(config: RunConfig, *, to_train: bool = True) -> None:
+def check_inputs_and_output(config: RunConfig, *, for_training: bool = True) -> None:
     """Raise UserError if the output folder cannot be used, or the model, template or data do not exist.
 
     With `to_train=False` the output folder may already contain a run, or lack a checkpoint to resume from.
     """
     check_output_folder(config)
     for run in config.runs:
-        prefix_errors(check_inputs_and_output, run, to_train=to_train)
+        prefix_errors(check_inputs_and_output, run, to_train=for_training)
     if config.runs:
         has_checkpoint = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
-        if to_train and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
+        if for_training and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
             raise UserError("training.resume_from_checkpoint=latest: no adapter has a checkpoint; remove the setting")
         return
-    if to_train:
+    if for_training:
         choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), verify=False)
         check_no_conflict(config)
     names = {"model.tokenizer": config.model.tokenizer, "lora.adapter_path": config.lora.adapter_path}
@@ -79,7 +79,7 @@ def check_output_folder(config: RunConfig) -> None:
             raise UserError(f"output_dir={folder}: {LOGS} is a file, but the run writes logs there; use another folder")
         _check_separate(config, folder)
         entries = list_run_files(folder)
-        is_run = is_run_folder(folder) or (config.adapters and (folder / SWEEP).is_file())
+        is_run = is_run_folder(folder) or (config.adapters and (folder / SWEEP_RECORD_FILE).is_file())
         if entries and not is_run:
             names = ", ".join(path.name for path in entries[:MAX_SHOWN_NAMES]) + (
                 ", ..." if len(entries) > MAX_SHOWN_NAMES else ""

@@ -57,7 +57,7 @@ class RunFolder:
         self._format: AdapterFormat | None = None
         self._write_record: Callable[[], None] = lambda: None
 
-    def check(self) -> None:
+    def check_lock(self) -> None:
         """Raise FolderLostError if another run has taken over the folder; called before every write."""
         if self._lock is not None:
             self._lock.check()
@@ -69,7 +69,7 @@ class RunFolder:
         total_steps: int,
         device: torch.device,
         precision: str,
-        prompt_text: str | None,
+        prompt_format: str | None,
         checkpoint: Path | None,
     ) -> None:
         """Write the run record and open the metrics; a collective call.
@@ -82,11 +82,11 @@ class RunFolder:
         if position.step and changes_base:
             self._copy_initial_adapter((checkpoint or self.path).parent / INITIAL_ADAPTER)
         if is_main:
-            self.check()
+            self.check_lock()
             moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
                 self._say.print_always(moved)
-            environment = (self._ranks.world_size, str(device.type), precision, prompt_text)
+            environment = (self._ranks.world_size, str(device.type), precision, prompt_format)
             self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *environment)
             self._write_record()
         if position.step == 0 and changes_base:
@@ -94,7 +94,7 @@ class RunFolder:
         if is_main:
             self.metrics = Metrics(
                 self.path, config.logging, self._console, first_step=position.step, total_steps=total_steps,
-                before_writing=self.check, settings=config.model_dump(mode="json"),
+                before_writing=self.check_lock, settings=config.model_dump(mode="json"),
             )  # fmt: skip
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -125,7 +125,7 @@ class RunFolder:
 
     def _write_optional(self, label: str, write: Callable[[], object]) -> None:
         if self._ranks.is_main:
-            self.check()
+            self.check_lock()
             with self.tolerate_full_disk(label):
                 write()
 
@@ -160,7 +160,7 @@ class RunFolder:
                     value.mul_(factor)
             if self._ranks.is_main:
                 self.build_weights_writer(engine, weights, require_nonzero_b=require_nonzero_b)(result)
-                self.check()
+                self.check_lock()
                 self._write_card(result)
                 record_result(self.path, move_result_into_place(self.path), identity)
         if failures:
@@ -169,7 +169,7 @@ class RunFolder:
 
     def restore_record(self) -> None:
         """Check that the folder still belongs to this run, and rewrite the record if it is missing."""
-        self.check()
+        self.check_lock()
         if not ((self.path / RUN).exists() and (self.path / CONFIG).exists()):
             self._write_record()
             (self.path / METRICS_FILE).touch()
@@ -177,18 +177,18 @@ class RunFolder:
     def write_times(self) -> None:
         """Write the seconds per phase, including earlier attempts of this run."""
         with self.tolerate_full_disk(TIMES):
-            record_times(self.path, PROGRESS.time_by_phase(), resumes=PROGRESS.first_step > 1)
+            record_times(self.path, PROGRESS.get_seconds_by_phase(), resumes=PROGRESS.first_step > 1)
 
-    def write_report(self, before: float | None, after: float | None) -> None:
+    def write_report(self, loss_before: float | None, loss_after: float | None) -> None:
         """Write the report and print the summary.
 
-        `before` and `after` are the held-out losses before and after training. A full disk or an exception while
-        building the report only causes a warning, because the run is complete.
+        `loss_before` and `loss_after` are the held-out losses before and after training. A full disk or an exception
+        while building the report only causes a warning, because the run is complete.
         """
         page = None
-        if before is None:  # a resumed run
+        if loss_before is None:  # a resumed run
             first = (record.get("eval/loss") for record in read_metrics(self.path) if record["step"] == 0)
-            before = next(first, None)
+            loss_before = next(first, None)
         with self.tolerate_full_disk("report.html"):
             try:
                 page = write_report(self.path)
@@ -198,7 +198,7 @@ class RunFolder:
                 traceback.print_exc()
                 problem = escape(f"{type(error).__name__}: {error}")
                 self._say(f"[yellow]warning:[/yellow] report.html: not written: {problem}; the run is complete")
-        for line in format_end_summary(self.path, self._config.model_dump(mode="json"), page, before, after):
+        for line in format_end_summary(self.path, self._config.model_dump(mode="json"), page, loss_before, loss_after):
             self._say(line)
 
     def print_resume_command(self, step: int) -> None:

@@ -54,11 +54,11 @@ def find_run_dir(folder: Path) -> Path:
 
 
 def write_run_record(
-    run_dir: Path, settings: str, world_size: int, device: str, precision: str, prompt_text: str | None = None
+    run_dir: Path, settings: str, world_size: int, device: str, precision: str, prompt_format: str | None = None
 ) -> None:
     """Write training_config.json (`settings`, which `zerolora train` accepts) and run.json.
 
-    `prompt_text` is the prompt format of the training data, or None for conversations.
+    `prompt_format` is the prompt format of the training data, or None for conversations.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     earlier: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def write_run_record(
         "device": device,
         "device_name": _get_device_name(device),
         "precision": precision,
-        PROMPT_TEXT: prompt_text,
+        PROMPT_TEXT: prompt_format,
         "python": platform.python_version(),
         "packages": read_package_versions(),
         "commit": find_commit(),

@@ -54,7 +54,7 @@ def write_adapter(
     if write_tensors(file, stored, {"format": "pt"}) != compute_checksum(file):
         raise RuntimeError(f"{file}: differs from the trained weights when read back; check the disk")
     (folder / SETTINGS).write_text(adapter_format.settings, encoding="utf-8")
-    adapter_format.check_loads(folder)
+    adapter_format.check_loadable(folder)
 
 
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:

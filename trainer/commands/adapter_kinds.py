@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, find_prompt_format, load_saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER_FILES, FinishedRun, find_prompt_format, load_saved_tokenizer
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.export.adapters import ADAPTER_FORMATS, export_adapter
 from trainer.commands.export.gguf import check_architecture, compute_max_context_length, write_gguf
-from trainer.commands.export.gguf_vocabulary import chats_differ
+from trainer.commands.export.gguf_vocabulary import has_chat_tokenization_mismatch
 from trainer.commands.export.ollama import build_modelfile
 from trainer.commands.merged_model import build_merged_model, merge, save_merged_model
 from trainer.config import UserError
@@ -21,12 +21,12 @@ from trainer.data.conversations import build_template_variables
 from trainer.model.base import load_model_config
 from trainer.model.integer_weights import IntegerKind
 from trainer.model.saved_adapter import load_adapter, scale_adapter
-from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.model.tokenizer_files import read_tokenizer_files, write_files
 from trainer.monitor.report.sample_images import SAMPLES
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.setup.kinds import ImageKind, LanguageKind, find_adapter_kind
 from trainer.setup.text_run import find_task
-from trainer.tasks.images.files import DIFFUSERS, convert_to_kohya
+from trainer.tasks.images.files import DIFFUSERS_FILE, convert_to_kohya
 from trainer.tasks.images.model import load_image_model
 from trainer.tasks.images.pipeline import read_pipeline, silence_libraries
 
@@ -53,13 +53,13 @@ class TextAdapter:
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
         """Write the tokenizer files to the upload folder."""
-        write_files(tokenizer_files(load_saved_tokenizer(run)), folder)
+        write_files(read_tokenizer_files(load_saved_tokenizer(run)), folder)
 
 
 class ImageAdapter:
     @staticmethod
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: object = None) -> str:
-        stored = merge_images(run, output, dtype=dtype, scale=scale)
+        stored = merge_image_adapter(run, output, dtype=dtype, scale=scale)
         load = f"DiffusionPipeline.from_pretrained({str(output)!r}, dtype={stored})"
         return f"{output}; load it with {load}"
 
@@ -68,14 +68,14 @@ class ImageAdapter:
         """Write the adapter for diffusers (`peft`) or ComfyUI and kohya's scripts (`kohya`), or merge it (`hf`)."""
         pipeline = read_pipeline(run.config.base_model, run.config.model)
         if format_ == "hf":
-            stored = merge_images(run, output, dtype="auto", scale=1.0)
+            stored = merge_image_adapter(run, output, dtype="auto", scale=1.0)
             name = pipeline.family.pipeline
             return [f"load it with diffusers.{name}.from_pretrained({str(output)!r}, dtype={stored})"]
         with temporary_output(output) as folder:
             if format_ == "kohya":
                 save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
             else:
-                for name in (*ADAPTER, DIFFUSERS):
+                for name in (*ADAPTER_FILES, DIFFUSERS_FILE):
                     shutil.copyfile(run.folder / name, folder / name)
             move_into_place(folder, output)
         if format_ == "kohya":
@@ -85,7 +85,7 @@ class ImageAdapter:
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
         """Copy the adapter in diffusers' format and the final sample images to the upload folder."""
-        shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
+        shutil.copyfile(run.folder / DIFFUSERS_FILE, folder / DIFFUSERS_FILE)
         for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
             (folder / SAMPLES).mkdir(exist_ok=True)
             shutil.copyfile(file, folder / SAMPLES / file.name)
@@ -109,7 +109,7 @@ def export_gguf(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> 
             move_into_place(folder, output)
     if (context := compute_max_context_length(config)) < config.max_position_embeddings:
         lines.append(f"context limited to {context:,} tokens: llama.cpp does not support this model's sliding window")
-    if chats_differ(tokenizer):
+    if has_chat_tokenization_mismatch(tokenizer):
         lines.append("llama.cpp handles spaces after special tokens differently, so it may tokenize chats differently")
     return lines
 
@@ -127,7 +127,7 @@ def _write_modelfile(run: FinishedRun, tokenizer: Any, file: Path, output: Path)
     return lines
 
 
-def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> torch.dtype:
+def merge_image_adapter(run: FinishedRun, output: Path, *, dtype: str, scale: float) -> torch.dtype:
     """Write the pipeline with the adapter merged (W + s B A, computed in fp32 and rounded once); return its dtype.
 
     The pipeline must be loaded with this dtype, because transformers and diffusers have different defaults.

@@ -17,7 +17,7 @@ from trainer.commands.generate import (
     replace_invalid_unicode,
 )
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
-from trainer.data.image_parts import IMAGE
+from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.vision import PromptImages
 from trainer.model.answers import encode_prompt
 from trainer.model.base import get_context_length
@@ -43,7 +43,7 @@ class Conversation:
     def ask(self, question: str) -> None:
         """Stream the answer to `question`. Raises UserError if the question alone does not fit in the context."""
         if self.images is not None and not self.turns:
-            question = IMAGE * len(self.images.stored) + question
+            question = IMAGE_MARKER * len(self.images.stored) + question
         turns = [*self.turns, {"role": "user", "content": question}]
         row, images = self._encode_fitting_turns(turns)
         streamer = AnswerStreamer(self.tokenizer)
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     silence_libraries()
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
-    model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, both=False)
+    model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, with_base=False)
     if prompt_format is not None:
         print("note: trained on plain-text prompts, so each line is answered independently", file=sys.stderr)
     converse(Conversation(model, tokenizer, sampling, section, prompt_format, images))

@@ -16,20 +16,20 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import silence_libraries
 from trainer.commands import speed
-from trainer.commands.longest_sequence import find_longest, format_longest, predict_seconds
+from trainer.commands.longest_sequence import find_longest_sequences, format_longest_sequences, predict_seconds
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
 from trainer.config.command_line import parse_positive_int
 from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.step_count import count_steps, describe_steps
-from trainer.memory.advice import describe_misfit
-from trainer.memory.bytes import CONTEXT, GIB, Estimate
+from trainer.memory.advice import describe_memory_shortage
+from trainer.memory.bytes import CUDA_CONTEXT_BYTES, GIB, Estimate
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import PlanChoice, Planner, combine_adapters, format_gib
 from trainer.memory.preflight import describe_recomputation
 from trainer.memory.step_time import REFERENCE_GPU
 from trainer.model.base import get_context_length
-from trainer.parallel.ranks.sequence_group import check_ranks
+from trainer.parallel.ranks.sequence_group import check_ranks_divisible
 from trainer.setup.kinds import find_model_kind
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
@@ -75,7 +75,7 @@ def build_report(
         "sample": sample,
         "steps": None if config.runs or count_steps(*counts) is None else describe_steps(*counts),
         "estimate": estimate.to_json(),
-        "bytes_received": planner.bytes_received(resolved),
+        "bytes_received": planner.estimate_received_bytes(resolved),
         "fits": estimate.needed <= memory,
         "recommended": None if best is None else _recommend(planner, best, memory),
         "largest_batch_size": _find_max_batch(planner, resolved, memory),
@@ -128,7 +128,7 @@ def print_report(console: Console, result: dict[str, Any], estimate: Estimate) -
         parts.add_row(name, f"{size / GIB:.2f}")
     parts.add_row(f"peak (at the {estimate.moment})", f"{estimate.peak / GIB:.2f}", end_section=True)
     parts.add_row("unused memory held by torch's allocator", f"{estimate.slack / GIB:.2f}")
-    parts.add_row("CUDA context and NCCL", f"{CONTEXT / GIB:.2f}")
+    parts.add_row("CUDA context and NCCL", f"{CUDA_CONTEXT_BYTES / GIB:.2f}")
     parts.add_row("needed", f"{estimate.needed / GIB:.2f}")
     console.print(parts)
     traffic = {name.replace("_", " "): size / 1e9 for name, size in result["bytes_received"].items()}
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
     memory = parse_memory(DEFAULT_GPU if arguments.gpu_memory is None else arguments.gpu_memory)
     loaded = load_config(arguments.config, arguments.overrides)
     config = loaded.config
-    check_ranks(config.parallel.sequence, config.zero, gpus)
+    check_ranks_divisible(config.parallel.sequence, config.zero, gpus)
     if config.runs:
         config = combine_adapters(config, config.runs, on_gpu=True)
     PROGRESS.show(f"reading {config.base_model} and the data")
@@ -196,12 +196,16 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.max_length and not planner.has_sequences:
         raise UserError("--max-length auto: image models have no sequences; remove the option")
     if arguments.max_length:
-        longest = find_longest(planner, config, memory)
+        longest = find_longest_sequences(planner, config, memory)
         gpu_name = REFERENCE_GPU if arguments.card is None else arguments.card
         network = speed.resolve_network_bandwidth(planner, arguments)
         seconds = {} if network is None else predict_seconds(planner, config, memory, longest, gpu_name, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
-        print(json.dumps(rows) if arguments.json else "\n".join(format_longest(longest, seconds, gpu_name, context)))
+        print(
+            json.dumps(rows)
+            if arguments.json
+            else "\n".join(format_longest_sequences(longest, seconds, gpu_name, context))
+        )
         return
     result, resolved = build_report(planner, config, memory, [*loaded.notes, *notes])
     result["speed"] = speed.predict(planner, resolved, arguments)
@@ -211,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         print_report(Console(soft_wrap=True), result, planner.estimate(resolved))
     if result["recommended"] is None:
-        raise UserError(describe_misfit(planner, resolved, memory, "has"))
+        raise UserError(describe_memory_shortage(planner, resolved, memory, "has"))
 
 
 def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:

@@ -89,7 +89,7 @@ def evaluate(
 
     `difference` is adapter minus base; perplexity_ratio is the adapter's perplexity divided by the base's.
     """
-    inputs = None if images is None else build_image_inputs(images, model, every_rank=False)
+    inputs = None if images is None else build_image_inputs(images, model, add_dummy_images=False)
     base, adapter = _measure_documents(model, documents, pad_token_id, batch_size, inputs)
     # The first token of a document is not predicted.
     tokens = np.array([sum(weight > 0 for weight in each.loss_weights[1:]) for each in documents], dtype=np.float64)
@@ -187,7 +187,7 @@ def load_held_out_samples(
         )
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
         has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
-        find_task(run.config).check_evaluated(run.config, run.folder, prepared.stats)
+        find_task(run.config).check_can_evaluate(run.config, run.folder, prepared.stats)
     except UserError as error:
         if data is None:
             raise
@@ -298,9 +298,9 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
         raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
     device = choose_default_device()
     model = load_trained_model(run, tokenizer, device)
-    adapter = scorer.measure(model, device, errors=True)
+    adapter = scorer.measure(model, device, standard_errors=True)
     with model.disable_adapter():
-        base = scorer.measure(model, device, errors=True)
+        base = scorer.measure(model, device, standard_errors=True)
     results = {"base": base, "adapter": adapter}
     table = Table("", "base", "base + adapter", box=None, pad_edge=False)
     for name in adapter.values:

@@ -35,7 +35,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import sanitize, to_text
-from trainer.data.image_parts import IMAGE
+from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import Conversation
 from trainer.data.vision import PromptImages
@@ -104,10 +104,10 @@ def generate_answers(
     return [text.strip() for text in texts]
 
 
-def load_for_inference(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
-    """Load the trained model, and merge or fuse its adapter unless the base model is also needed (`both`)."""
+def load_for_inference(run: FinishedRun, tokenizer: Any, *, with_base: bool) -> Any:
+    """Load the trained model, and merge or fuse its adapter unless the base model is also needed (`with_base`)."""
     model = load_trained_model(run, tokenizer, choose_default_device())
-    if both:
+    if with_base:
         return model
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if run.config.adapter == "lora" and not any(isinstance(layer, ParamWrapper) for layer in layers):
@@ -142,7 +142,7 @@ def encode_prompts(
 
 
 def load_generation_inputs(
-    arguments: argparse.Namespace, *, both: bool
+    arguments: argparse.Namespace, *, with_base: bool
 ) -> tuple[Any, Any, DatasetSection, str | None, PromptImages | None]:
     """Return the model, tokenizer, data settings, plain-text prompt format and images for the command's options.
 
@@ -161,7 +161,7 @@ def load_generation_inputs(
         raise UserError("--image: needs prompts in the chat template; add --chat")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers may contain characters that the terminal cannot show
-    return load_for_inference(run, tokenizer, both=both), tokenizer, section, prompt_format, images
+    return load_for_inference(run, tokenizer, with_base=with_base), tokenizer, section, prompt_format, images
 
 
 def print_answers(answers: dict[str, str], console: Console) -> None:
@@ -264,13 +264,13 @@ def main(argv: list[str] | None = None) -> None:
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     if arguments.file is not None and not listed:
         raise UserError(f"--prompts={arguments.file}: contains no prompt; write one per line")
-    model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, both=arguments.base)
+    model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, with_base=arguments.base)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []
 
     def encode(prompt: Prompt) -> torch.Tensor:
         if arguments.image:
-            prompt = [{"role": "user", "content": IMAGE * len(arguments.image) + str(prompt)}]
+            prompt = [{"role": "user", "content": IMAGE_MARKER * len(arguments.image) + str(prompt)}]
         return encode_prompt(tokenizer, section, prompt, prompt_format, images)
 
     rows = encode_prompts(prompts, encode, get_context_length(model.config), failed)

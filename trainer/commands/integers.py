@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.fake_quantize import dequantize, quantize_merged_weight
-from trainer.commands.export.factors import PREFIX
+from trainer.commands.export.factors import PEFT_PREFIX
 from trainer.config import UserError
 from trainer.model.integer_weights import (
     INSTALL_COMMAND,
@@ -52,14 +52,14 @@ class IntegerMerge:
         for path, layer in layers.items():
             if reason := explain_unsupported_layer(layer):
                 raise UserError(
-                    f"--quantize={self.kind}: {path.removeprefix(PREFIX)}: {reason}; merge without --quantize"
+                    f"--quantize={self.kind}: {path.removeprefix(PEFT_PREFIX)}: {reason}; merge without --quantize"
                 )
-        widths = {path.removeprefix(PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
+        widths = {path.removeprefix(PEFT_PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
         self._format = choose_integer_format(self.kind, widths, self.dtype, setting="--quantize")
         for path, layer in layers.items():
-            self._layers[path.removeprefix(PREFIX)] = self._round_layer(layer, self._format)
+            self._layers[path.removeprefix(PEFT_PREFIX)] = self._quantize_layer(layer, self._format)
 
-    def _round_layer(self, layer: Any, format_: IntegerFormat) -> tuple[Tensor, Tensor]:
+    def _quantize_layer(self, layer: Any, format_: IntegerFormat) -> tuple[Tensor, Tensor]:
         name = layer.active_adapters[0]
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight

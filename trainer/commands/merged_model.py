@@ -21,7 +21,7 @@ from trainer.checkpoint.finished_run import (
     load_full_base,
     load_saved_tokenizer,
 )
-from trainer.checkpoint.identity import ALLOW
+from trainer.checkpoint.identity import ALLOW_MISMATCH_OPTION
 from trainer.commands.atomic_output import check_output, move_into_place, temporary_output
 from trainer.commands.integers import IntegerMerge
 from trainer.config import RunConfig, UserError
@@ -35,7 +35,7 @@ from trainer.model.stored_fp8 import Fp8Format
 from trainer.model.stored_layout import BLOCKS, SCALES, map_stored_tensors
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.tensor_files import SafetensorsFiles
-from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.model.tokenizer_files import read_tokenizer_files, write_files
 from trainer.monitor.report.recorded import read_run
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 
@@ -113,11 +113,11 @@ def build_merged_model(
     return model, tokenizer, requantize_mxfp4(model, run.config) if dtype == "auto" else None
 
 
-def save_merged_model(folder: Path, model: Any, tokenizer: Any, values: dict[str, Tensor] | None) -> None:
+def save_merged_model(folder: Path, model: Any, tokenizer: Any, state_dict: dict[str, Tensor] | None) -> None:
     """Write the result of `build_merged_model` and verify the weights. Raises RuntimeError if they differ."""
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
-    write_files(tokenizer_files(tokenizer), folder)
-    verify_saved_weights(model, folder, values)
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=state_dict)
+    write_files(read_tokenizer_files(tokenizer), folder)
+    verify_saved_weights(model, folder, state_dict)
 
 
 def _untie_head(adapted: Any) -> None:
@@ -150,12 +150,12 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     if isinstance(stored_format, Fp8Format) and dtype == "auto":
         raise UserError(
             f"base_model={run.config.base_model}: is stored in FP8, which would round away most of the adapter; pass "
-            f"the 16-bit model with --base-model and {ALLOW}, or merge into the dequantized weights with --dtype bf16"
+            f"the 16-bit model with --base-model and {ALLOW_MISMATCH_OPTION}, or use --dtype bf16"
         )
     if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and stored_format is None:
         raise UserError(
             f"base_model={run.config.base_model}: is quantized, and merging needs full precision; pass the "
-            f"original model with --base-model and {ALLOW}"
+            f"original model with --base-model and {ALLOW_MISMATCH_OPTION}"
         )
     if dtype not in ("auto", "stored"):
         return DTYPES[dtype]
@@ -164,12 +164,12 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.bfloat16
 
 
-def verify_saved_weights(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+def verify_saved_weights(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Read the saved weights back. Raises RuntimeError if a tensor is missing, differs or is not finite.
 
-    `values` is the saved state dict if it is not the model's own.
+    `state_dict` is the saved state dict if it is not the model's own.
     """
-    expected = model.state_dict() if values is None else values
+    expected = model.state_dict() if state_dict is None else state_dict
     stored_elements = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as handle:
@@ -184,8 +184,8 @@ def verify_saved_weights(model: nn.Module, folder: Path, values: dict[str, torch
                 if name in expected and not torch.equal(value, expected[name]):
                     raise RuntimeError(f"{file.name}: {name} differs from the merged weight; check the disk")
     elements = sum(parameter.numel() for parameter in model.parameters())
-    if values is not None:
-        elements = sum(value.numel() for value in {value.data_ptr(): value for value in values.values()}.values())
+    if state_dict is not None:
+        elements = sum(value.numel() for value in {value.data_ptr(): value for value in state_dict.values()}.values())
     if stored_elements < elements:
         problem = f"has {stored_elements:,} of the model's {elements:,} weights"
         raise RuntimeError(f"{folder}: {problem}; check the disk")
@@ -247,11 +247,13 @@ def requantize_four_bit(model: Any, config: RunConfig) -> dict[str, Tensor]:
     return values
 
 
-def _describe_requantization_error(weights: str, format_: str, changed: float, lost: float, size: float) -> str:
-    if not changed:
+def _describe_requantization_error(
+    weights: str, format_: str, squared_change: float, squared_error: float, squared_norm: float
+) -> str:
+    if not squared_change:
         return f"{weights}: unchanged, in {format_}"
     return (
         f"{weights}: requantized to the base's {format_}; the merged weights changed by "
-        f"{(lost / size) ** 0.5:.2%} (rounding) and {(changed / size) ** 0.5:.2%} (adapter); to write "
-        "them unrounded, use --dtype bf16"
+        f"{(squared_error / squared_norm) ** 0.5:.2%} (rounding) and {(squared_change / squared_norm) ** 0.5:.2%} "
+        "(adapter); to write them unrounded, use --dtype bf16"
     )

@@ -16,7 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint.adapter_files import SETTINGS
 from trainer.checkpoint.checkpoint_files import parse_step, reseal
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, add_run_arguments, find_run, silence_libraries
+from trainer.checkpoint.finished_run import ADAPTER_FILES, FinishedRun, add_run_arguments, find_run, silence_libraries
 from trainer.commands.adapter_kinds import get_adapter_class
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.adapter_settings import read_adapter_settings
@@ -34,7 +34,7 @@ def stage_files(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
 
     Also saves the model card in the adapter's folder, unless that folder has a card written by the user.
     """
-    for name in ADAPTER:
+    for name in ADAPTER_FILES:
         shutil.copyfile(run.folder / name, folder / name)
     get_adapter_class(run).write_upload_files(run, folder)
     base = get_public_name(run.config.base_model)

@@ -66,7 +66,7 @@ def export_once(run: FinishedRun, format_: str, output: Path) -> Path:
     return output
 
 
-def build_command(run: FinishedRun, server: Server, folder: Path, *, merged: bool) -> list[str]:
+def prepare_server_command(run: FinishedRun, server: Server, folder: Path, *, merged: bool) -> list[str]:
     """Export the run into `folder`, and return the command that serves it, without host and port."""
     name = run.run_dir.resolve().name
     if server.name == "llama.cpp":
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
     check_task_supports(run, "serve")
-    command = build_command(run, server, options.run, merged=options.merged)
+    command = prepare_server_command(run, server, options.run, merged=options.merged)
     command += ["--host", options.host, "--port", str(options.port), *shlex.split(options.options)]
     print(shlex.join(command), flush=True)
     if not options.dry_run:

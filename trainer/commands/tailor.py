@@ -30,7 +30,7 @@ from trainer.contract.output_files import check_output_file
 from trainer.contract.whole_files import write_text_atomic
 from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Samples
-from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, resolve_global_batch
+from trainer.data.step_count import FEW_STEPS, MIN_AUTO_STEPS, count_steps, resolve_global_batch
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
@@ -176,7 +176,7 @@ def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -
     pack = min(max(length, PACK_LENGTH), context)
     short = bool(documents > 1 and profile.tokens.mean() < 0.5 * pack)
     steps = _choose_epochs(documents) * total // (pack * request.gpus)
-    packs = short and steps >= ENOUGH_STEPS
+    packs = short and steps >= MIN_AUTO_STEPS
     length = pack if packs else length
     cut = int((profile.tokens > length).sum())
     held_out = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
@@ -208,7 +208,7 @@ def _choose_epochs(documents: int) -> int:
 def _choose_placement(settings: Settings, request: TailorRequest, prepared: PreparedRun, samples: int) -> None:
     config = _build_config(settings)
     vocabulary = len(prepared.tokenizer)
-    shapes = read_shapes(prepared.model_config, config.model, config.lora, vocabulary_at_least=vocabulary)
+    shapes = read_shapes(prepared.model_config, config.model, config.lora, min_vocabulary_size=vocabulary)
     longest = config.dataset.max_length
     planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assume(request.gpus, "bf16"))
     tried: list[str] = []

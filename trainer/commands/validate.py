@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
         command = shlex.join(["zerolora", "validate", arguments.config, *arguments.overrides])
         print(f"OK: the settings in {arguments.config}; to check the model and data: {command}")
         return
-    check_inputs_and_output(loaded.config, to_train=False)
+    check_inputs_and_output(loaded.config, for_training=False)
     PROGRESS.show("importing")
     from trainer.checkpoint.finished_run import silence_libraries
     from trainer.commands.run_description import describe_run

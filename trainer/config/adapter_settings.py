@@ -60,10 +60,10 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
 def list_fully_trained_modules(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the modules that the adapter trains and saves in full."""
     configured = config.lora.modules_to_save + (PROJECTORS if config.lora.image_parts == "projector" else ())
-    return configured or tuple(read_initial_adapter(config).get("modules_to_save") or ())
+    return configured or tuple(read_initial_adapter_settings(config).get("modules_to_save") or ())
 
 
-def read_initial_adapter(config: RunConfig) -> dict[str, Any]:
+def read_initial_adapter_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings of the adapter at lora.adapter_path; an empty dict if it is unset or not a local folder."""
     folder = Path(config.lora.adapter_path or "")
     return read_adapter_settings(folder) if config.lora.adapter_path and (folder / SETTINGS_FILE).is_file() else {}

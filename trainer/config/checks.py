@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.adapter_settings import read_initial_adapter
+from trainer.config.adapter_settings import read_initial_adapter_settings
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import MISSING_DATA, Mistake, UserError, join_choices, to_text
-from trainer.config.evaluation_section import ANSWER_METRICS, LOSSES
+from trainer.config.evaluation_section import ANSWER_METRICS, LOSS_METRICS
 from trainer.config.needs import build_unused_mistake, find_unused_settings
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
@@ -27,7 +27,7 @@ TILES_NO_GRAPHS: str = RULES["tiles_no_graphs"]
 DERIVED_VALUES: dict[str, Callable[[RunConfig], Any]] = {
     "by_layer": gathers_per_layer,
     "layer_gather_problem": describe_layer_gather_problem,
-    "dora": lambda config: config.lora.dora or read_initial_adapter(config).get("use_dora", False),
+    "dora": lambda config: config.lora.dora or read_initial_adapter_settings(config).get("use_dora", False),
     "optimizer.library": lambda config: OPTIMIZERS[config.training.optimizer].library,
     "optimizer.needs_matrices": lambda config: OPTIMIZERS[config.training.optimizer].needs_matrices,
     "reference": lambda config: (
@@ -37,7 +37,7 @@ DERIVED_VALUES: dict[str, Callable[[RunConfig], Any]] = {
     "has_held_out": lambda config: bool(config.dataset.val_split or config.dataset.evaluation),
     "compared": lambda config: (
         DERIVED_VALUES["has_held_out"](config)
-        or bool(config.evaluation.tasks and config.training.monitored_metric not in LOSSES)
+        or bool(config.evaluation.tasks and config.training.monitored_metric not in LOSS_METRICS)
     ),
     "uses_beta": lambda config: bool({*config.preference.loss} - {"orpo", "sft"}),
 }
@@ -211,7 +211,7 @@ def _check_scores(config: RunConfig) -> Iterator[Mistake]:
         if name not in ANSWER_METRICS and not re.fullmatch(r".+\.py:\w+", name):
             fix = f"use {', '.join(ANSWER_METRICS)} or FILE.py:FUNCTION"
             yield Mistake("evaluation.metrics", name, "unknown metric", fix)
-    known = [*LOSSES, *(name.rpartition(":")[2] for name in evaluation.metrics)]
+    known = [*LOSS_METRICS, *(name.rpartition(":")[2] for name in evaluation.metrics)]
     if best not in known and not (evaluation.tasks and "/" in best):
         fix = f"use {', '.join(known)}{' or TASK/METRIC' if evaluation.tasks else ''}"
         involves = "evaluation.metrics evaluation.tasks"

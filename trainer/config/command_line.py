@@ -12,7 +12,7 @@ from trainer.config.aliases import ALIASES
 from trainer.config.errors import UserError, format_one_line, to_text
 from trainer.config.messages import get_setting_type, suggest_override
 from trainer.config.values import is_null, is_text, list_accepted_types
-from trainer.config.yaml_core import parse, parse_scalar
+from trainer.config.yaml_core import parse_scalar, parse_yaml_value
 
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
@@ -42,7 +42,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
     text = value.strip()
     if text.startswith(("'", '"')):
         with suppress(ValueError):
-            if isinstance(quoted := parse(text), str):
+            if isinstance(quoted := parse_yaml_value(text), str):
                 return quoted
     if annotation is not None and is_text(annotation):
         return None if not text or is_null(annotation, text) else value
@@ -50,7 +50,7 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
     if not text.startswith(("[", "{")):
         return parse_scalar(text) if not is_list_of_words or parse_scalar(text) is None else value
     try:
-        return parse(text)
+        return parse_yaml_value(text)
     except ValueError:
         if is_list_of_words:
             return value

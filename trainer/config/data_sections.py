@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from trainer.config.needs import HUB, LANGUAGE, Needs
 from trainer.config.paths import PathText, TemplateText
-from trainer.config.types import Positive, PositiveInt, Section, Words
+from trainer.config.types import Positive, PositiveInt, Section, StringList
 
 _UNMIXED, _FROM_HUB = Needs(".mix", ((),)), Needs(".path", (HUB,))
 _TEXT = (_UNMIXED, LANGUAGE)
@@ -38,7 +38,7 @@ class SourceSection(Section):
     """Configuration (subset) of a Hub dataset."""
     revision: Annotated[str | None, _FROM_HUB, _UNMIXED] = None
     """Branch, tag or commit of a Hub dataset."""
-    data_files: Annotated[Words, _UNMIXED] = ()
+    data_files: Annotated[StringList, _UNMIXED] = ()
     """Names or patterns (part-*.jsonl) of the files to read from a folder or Hub dataset; default: all files."""
     split: Annotated[str, _UNMIXED] = "train"
     """Split of a Hub dataset or of a folder that has splits."""
@@ -49,7 +49,7 @@ class SourceSection(Section):
     fields: Annotated[dict[str, str], BeforeValidator(_check_names), _UNMIXED] = Field(default_factory=dict)
     """Names of the format's fields in your records, such as {prompt: question, completion: answer}."""
     roles: Annotated[
-        dict[str, Words],
+        dict[str, StringList],
         BeforeValidator(_check_names),
         Needs(".format", ("messages", "sharegpt", "preference", "unpaired")),
         *_TEXT,
@@ -98,7 +98,7 @@ class DatasetSection(SourceSection):
     """How to batch sequences without packing. `samples`: batch_size sequences per micro-batch, in shuffled order.
     `tokens`: group sequences of similar length, with about the same number of tokens in each micro-batch of a step,
     to reduce padding; the global batch stays the same."""
-    train_on: Annotated[Words, LANGUAGE] = ("assistant",)
+    train_on: Annotated[StringList, LANGUAGE] = ("assistant",)
     """Roles to train on: assistant, user, system, tool; `last`: only the last assistant turn; `all`: the whole text."""
     thinking: Annotated[Literal["train", "mask", "strip", "empty"], LANGUAGE] = "train"
     """How to handle reasoning in assistant turns. `train`: train on it as the chat template writes it; `mask`: keep it

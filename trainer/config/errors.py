@@ -91,7 +91,7 @@ def convert_path_error(error: OSError) -> UserError | None:
     return None if fix is None or error.filename is None else UserError(f"{error.filename}: {error.strerror}; {fix}")
 
 
-def describe_first(error: ValidationError) -> str:
+def describe_first_error(error: ValidationError) -> str:
     """Describe the first error, prefixed with the dotted name of the invalid value if it has one."""
     first = error.errors(include_url=False)[0]
     # For a union, pydantic also adds the alternative to the name.

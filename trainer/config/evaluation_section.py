@@ -16,10 +16,10 @@ from pydantic import AfterValidator, Field
 from trainer.config.errors import UserError
 from trainer.config.needs import Needs
 from trainer.config.paths import PathText
-from trainer.config.types import Count, PositiveInt, Section, Words, check_regex
+from trainer.config.types import Count, PositiveInt, Section, StringList, check_regex
 
 ANSWER_METRICS = ("exact_match", "regex", "json_schema", "tool_call", "rouge_l")
-LOSSES = ("loss", "bpt", "perplexity")
+LOSS_METRICS = ("loss", "bpt", "perplexity")
 """Metrics on held-out data for which lower is better."""
 _DECLARED = re.compile(rb"^(?:task|group|tag): *['\"]?([\w.+-]+)", re.MULTILINE)
 _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("language", "preference"))
@@ -28,7 +28,7 @@ _TASKS, _METRICS, _WRITES = Needs(".tasks"), Needs(".metrics"), Needs("task", ("
 class EvaluationSection(Section):
     """Scores computed with each held-out loss: before and after training, and every `training.eval_steps` steps."""
 
-    tasks: Annotated[Words, _WRITES] = ()
+    tasks: Annotated[StringList, _WRITES] = ()
     """lm-eval tasks: names such as gsm8k, or YAML files. Needs `pip install lm_eval==0.4.13`."""
     num_fewshot: Annotated[Annotated[int, Field(ge=0, le=1000)] | None, _TASKS] = None
     """Number of few-shot examples in the prompts of `tasks`, instead of each task's default."""
@@ -36,7 +36,7 @@ class EvaluationSection(Section):
     """Maximum number of documents per task."""
     apply_chat_template: Annotated[bool, _TASKS] = False
     """Format the prompts of `tasks` with the tokenizer's chat template."""
-    metrics: Annotated[Words, Needs("task", ("language",))] = ()
+    metrics: Annotated[StringList, Needs("task", ("language",))] = ()
     """Metrics that compare greedy answers to held-out prompts with the records' answers. `exact_match`: equal texts;
     `regex`: equal matches of `evaluation.regex`; `json_schema`: valid against `evaluation.json_schema`; `tool_call`:
     the same calls, by name and arguments; `rouge_l`: the F-measure of ROUGE-L; FILE.py:FUNCTION: your function of

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from trainer.config.errors import UserError, describe_first
+from trainer.config.errors import UserError, describe_first_error
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
@@ -136,7 +136,7 @@ def check_type(value: Any, path: Path, type_: Any) -> Any:
     try:
         return _build_type_adapter(type_).validate_python(value)
     except ValidationError as error:
-        raise UnreadableFileError(path, describe_first(error)) from None
+        raise UnreadableFileError(path, describe_first_error(error)) from None
     except RecursionError:
         raise UnreadableFileError(path, "is nested too deeply") from None
 

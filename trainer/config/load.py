@@ -15,7 +15,7 @@ from trainer.config.errors import UserError, UserErrors
 from trainer.config.mistakes import UserSettings, replace_invalid_settings
 from trainer.config.paths import get_local_copy, is_remote
 from trainer.config.sections import RunConfig
-from trainer.config.yaml_core import dump, parse_yaml, read_text
+from trainer.config.yaml_core import dump, parse_yaml, read_config_text
 
 DEFAULT_OUTPUT = Path("runs")
 
@@ -37,10 +37,10 @@ def load_config(
 
     Raises UserErrors with a message for every mistake: the setting, its value, the fix and the line in the file.
     """
-    return load_text(Path(path), read_text(Path(path)), overrides, with_lines=with_lines)
+    return load_config_text(Path(path), read_config_text(Path(path)), overrides, with_lines=with_lines)
 
 
-def load_text(
+def load_config_text(
     path: Path, text: str, overrides: list[str] | tuple[str, ...] = (), *, with_lines: bool = True
 ) -> LoadedConfig:
     """Load a configuration from `text`, the content of the file `path`; see `load_config`."""
@@ -73,7 +73,7 @@ def load_text(
     if config is not None and config.adapters:
         for mistake in split_adapters(config, tree):
             mistakes.add(mistake)
-    unused = {} if config is None else mistakes.add_combinations(config)
+    unused = {} if config is None else mistakes.add_invalid_combinations(config)
     if with_lines and mistakes.count_in_file() and (trainer := recognize_trainer(file.tree)):
         raise UserError(
             f"{path}: configuration for {trainer} (unsupported settings: {mistakes.count_in_file()}); "

@@ -9,11 +9,11 @@ from pydantic_core import ErrorDetails
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import MISSING_DATA, Mistake, describe_problem, find_nearest, to_text
 from trainer.config.sections import RunConfig
-from trainer.config.training_sections import FRACTIONS
+from trainer.config.training_sections import FRACTION_SETTINGS
 from trainer.config.types import AUTO
 
 _ALL_LISTED = "`zerolora config --schema` lists all of them"
-_NO_NUMBER = ("int_type", "int_parsing", "int_from_float", "float_type", "float_parsing", "finite_number")
+_NUMBER_ERROR_TYPES = ("int_type", "int_parsing", "int_from_float", "float_type", "float_parsing", "finite_number")
 
 
 def describe_errors(error: ValidationError) -> list[Mistake]:
@@ -53,9 +53,9 @@ def _build_mistake(path: Sequence[str], error: ErrorDetails, *others: ErrorDetai
     if value is True and above and (meaning := above.model_fields[path[-1]].description):
         problem += f" ({meaning.split('. ')[0].removesuffix('.')})"  # a switch in other trainers, but a number here
     allowed = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
-    if allowed and error["type"] in _NO_NUMBER:
+    if allowed and error["type"] in _NUMBER_ERROR_TYPES:
         problem += f", or {'auto' if allowed == str(AUTO) else allowed}"
-    if path[-1] in FRACTIONS and isinstance(value, float) and value > 1.0:
+    if path[-1] in FRACTION_SETTINGS and isinstance(value, float) and value > 1.0:
         problem += ", or below 1 as a fraction of the run"
     return Mistake(name, value, problem)
 

@@ -14,7 +14,7 @@ from trainer.config.errors import Mistake, to_text
 from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
 from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, read_switch_value
 from trainer.config.sections import RunConfig
-from trainer.config.training_sections import FRACTIONS
+from trainer.config.training_sections import FRACTION_SETTINGS
 from trainer.config.zero import gathers_per_layer
 
 # Values for missing required settings, so that the other settings can be checked.
@@ -71,7 +71,7 @@ class Mistakes:
             if mistake.involves or self._is_configured(mistake.setting) or not mistake.concerns(explained):
                 self.add(mistake)
 
-    def add_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
+    def add_invalid_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:
         """Add a mistake for each invalid combination. Return settings that are unused on purpose, by reason."""
         entries = [(name, entry) for name, (_, entry) in self._entries.items()]
         invalid = set().union(*(entry.settings if isinstance(entry, Mistake) else {name} for name, entry in entries))
@@ -239,7 +239,7 @@ class UserSettings:
             return
         self.mistakes.names[dotted] = name
         self.mistakes.fractions.pop(dotted, None)
-        if last in FRACTIONS and isinstance(value, float):
+        if last in FRACTION_SETTINGS and isinstance(value, float):
             self.mistakes.fractions[dotted] = value
         node[last] = value
 

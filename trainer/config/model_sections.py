@@ -6,7 +6,16 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from trainer.config.needs import HUB, LANGUAGE, Needs
 from trainer.config.paths import PathText
-from trainer.config.types import Fraction, LayerAlphas, LayerNames, LayerRanks, Positive, PositiveInt, Section, Words
+from trainer.config.types import (
+    Fraction,
+    LayerAlphas,
+    LayerNames,
+    LayerRanks,
+    Positive,
+    PositiveInt,
+    Section,
+    StringList,
+)
 
 
 def _normalize_all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -14,7 +23,7 @@ def _normalize_all_linear(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 EIGHT_BIT = ("fp8", "int8")
-_NEW = Needs(".adapter_path", (None,), replaces=True)
+_WITHOUT_ADAPTER_PATH = Needs(".adapter_path", (None,), replaces=True)
 _NEW_ADAPTER = Needs("lora.adapter_path", (None,))
 _FOUR_BITS = Needs(".quant_type", ("nf4", "fp4"))
 
@@ -47,7 +56,7 @@ class ModelSection(Section):
     rope_scaling: Annotated[RopeScaling | None, LANGUAGE] = None
     """Scale the rotary embedding for sequences longer than the model's, for example {type: yarn, factor: 4}; replaces
     the model's own scaling. Merged models store it in config.json."""
-    added_tokens: Annotated[Words, LANGUAGE] = ()
+    added_tokens: Annotated[StringList, LANGUAGE] = ()
     """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
     pad_token: Annotated[str | None, LANGUAGE] = None
     """Padding token for a tokenizer without one; default: an unused token, else the end-of-text token."""
@@ -65,42 +74,46 @@ class ModelSection(Section):
 class LoraSection(Section):
     """The LoRA adapter."""
 
-    r: Annotated[int, Field(ge=1, le=32_768), _NEW] = 16
+    r: Annotated[int, Field(ge=1, le=32_768), _WITHOUT_ADAPTER_PATH] = 16
     """Rank of the adapter: higher ranks can learn more and take more memory; 8 to 64 are usual."""
-    alpha: Annotated[Positive, _NEW] = 32.0
+    alpha: Annotated[Positive, _WITHOUT_ADAPTER_PATH] = 32.0
     """Scale of the update s B A: s = alpha / r, or alpha / sqrt(r) with `rslora`."""
     dropout: Fraction = 0.0
     """Dropout probability of the adapter's input."""
-    target_modules: Annotated[LayerNames, AfterValidator(_normalize_all_linear), _NEW] = ("all-linear",)
+    target_modules: Annotated[LayerNames, AfterValidator(_normalize_all_linear), _WITHOUT_ADAPTER_PATH] = (
+        "all-linear",
+    )
     """`all-linear` (all linear layers of the language model including experts, except the output head), or the last
     parts of layer names, such as q_proj, or regular expressions that match whole paths, as in PEFT; for experts
     gate_proj, w1, experts.*.up_proj or mlp.experts. A router is adapted only if it is named."""
-    exclude_modules: Annotated[LayerNames, _NEW] = ()
+    exclude_modules: Annotated[LayerNames, _WITHOUT_ADAPTER_PATH] = ()
     """Modules without adapters, including all layers below them: k_proj, mlp, layers.0, experts, or a regular
     expression."""
-    rank_pattern: Annotated[LayerRanks, _NEW, LANGUAGE] = Field(default_factory=dict)
+    rank_pattern: Annotated[LayerRanks, _WITHOUT_ADAPTER_PATH, LANGUAGE] = Field(default_factory=dict)
     """Ranks other than `r`, by layer name or regular expression, as in PEFT: {v_proj: 32}. The first match wins."""
-    alpha_pattern: Annotated[LayerAlphas, _NEW, LANGUAGE] = Field(default_factory=dict)
+    alpha_pattern: Annotated[LayerAlphas, _WITHOUT_ADAPTER_PATH, LANGUAGE] = Field(default_factory=dict)
     """Values other than `alpha`, in the same format: {v_proj: 64}."""
-    experts: Annotated[bool, _NEW] = True
+    experts: Annotated[bool, _WITHOUT_ADAPTER_PATH] = True
     """Adapt the experts of an MoE model; false excludes them, regardless of `target_modules`."""
     expert_rank: Annotated[
-        Annotated[int, Field(ge=1, le=32_768)] | Literal["r", "r/top_k"], Needs(".experts", (True,)), _NEW
+        Annotated[int, Field(ge=1, le=32_768)] | Literal["r", "r/top_k"],
+        Needs(".experts", (True,)),
+        _WITHOUT_ADAPTER_PATH,
     ] = "r"
     """Rank of each expert's adapter. `r`: as for other layers, like PEFT's target_parameters and Unsloth. `r/top_k`:
     r divided by the number of experts per token, so that each token uses a total rank of r; uses less memory."""
-    target_parameters: Annotated[Words, _NEW] = ()
+    target_parameters: Annotated[StringList, _WITHOUT_ADAPTER_PATH] = ()
     """Additional parameters to adapt that are not layers, by the last parts of their names, as in PEFT."""
-    rslora: Annotated[bool, _NEW] = False
+    rslora: Annotated[bool, _WITHOUT_ADAPTER_PATH] = False
     """Rank-stabilized scale alpha / sqrt(r)."""
-    dora: Annotated[bool, _NEW] = False
+    dora: Annotated[bool, _WITHOUT_ADAPTER_PATH] = False
     """Weight-decomposed adapter (DoRA): direction by LoRA, magnitude trained separately."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
     """LoRA+: ratio of the learning rates of B and A (16 is usual)."""
     init: Literal["default", "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora", "loftq"] = "default"
     """Initialization of A and B. `default`: Kaiming for A, zero for B. pissa, olora and loftq read and change the base
     model's weights."""
-    modules_to_save: Annotated[Words, _NEW] = ()
+    modules_to_save: Annotated[StringList, _WITHOUT_ADAPTER_PATH] = ()
     """Modules that are trained in full and saved with the adapter, such as lm_head."""
     adapter_path: PathText | None = None
     """Folder or Hub ID of an existing adapter to start from; its r, alpha and targets are then used."""

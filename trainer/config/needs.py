@@ -42,7 +42,7 @@ class Needs:
         )
 
     @property
-    def is_absence(self) -> bool:
+    def requires_unset_switch(self) -> bool:
         """Whether the switch must be unset."""
         return self.values in ((None,), ((),))
 
@@ -51,7 +51,7 @@ class Needs:
         names = self.switch.split()
         if not self.values:
             return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
-        state = "given instead" if self.is_absence else to_text(read_switch_value(config, names[0]))
+        state = "given instead" if self.requires_unset_switch else to_text(read_switch_value(config, names[0]))
         return f"{names[0]} is {state}"
 
     def format_condition(self) -> str:
@@ -77,7 +77,7 @@ _UNKNOWN = object()
 
 def find_unused_settings(config: BaseModel) -> Iterator[UnusedSetting]:
     """Yield every setting that has a value (not false, 0, empty or none) but no effect."""
-    by_run = [list(_walk(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
+    by_run = [list(_find_unused_in_section(run, run, "", ())) for run in getattr(config, "runs", ()) or (config,)]
     in_all = set.intersection(*({unused.name for unused in settings} for settings in by_run))
     yield from (unused for unused in by_run[0] if unused.name in in_all)
 
@@ -94,7 +94,9 @@ def build_unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mist
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f" (like {', '.join(others)})" if others else ""
     pronoun = "them" if others else "it"
-    fix = f"remove {first.unmet.switch}" if first.unmet.is_absence else f"set {first.unmet.format_condition()}"
+    fix = (
+        f"remove {first.unmet.switch}" if first.unmet.requires_unset_switch else f"set {first.unmet.format_condition()}"
+    )
     involves = " ".join([*(setting.name for setting in settings[1:]), first.unmet.switch])
     problem = f"has no effect{also}, because {reason}"
     return Mistake(first.name, first.value, problem, f"{fix}, or remove {pronoun}", involves)
@@ -119,7 +121,9 @@ def read_switch_value(config: Any, name: str) -> Any:
     return value
 
 
-def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]) -> Iterator[UnusedSetting]:
+def _find_unused_in_section(
+    config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]
+) -> Iterator[UnusedSetting]:
     # The defaults have `auto` resolved. At the top level only sections have needs; required fields have no defaults.
     has_defaults = prefix and not any(field.is_required() for field in type(section).model_fields.values())
     defaults = dict(type(section)()) if has_defaults else {}
@@ -127,9 +131,9 @@ def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[N
         dotted = prefix + name
         needs = inherited + list_needs(type(section), name, prefix)
         if isinstance(value, BaseModel):
-            yield from _walk(config, value, f"{dotted}.", needs)
+            yield from _find_unused_in_section(config, value, f"{dotted}.", needs)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             for index, entry in enumerate(value):
-                yield from _walk(config, entry, f"{dotted}.{index}.", needs)
+                yield from _find_unused_in_section(config, entry, f"{dotted}.{index}.", needs)
         elif value and (failed := next((need for need in needs if not need.is_met(config, dotted)), None)):
             yield UnusedSetting(dotted, value, value == defaults.get(name), failed)

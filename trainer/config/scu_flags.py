@@ -27,9 +27,9 @@ CONFIG_FILE = "scu-train.yaml"
 LOG_FILE = Path("logs", "cuda_optimized_training.log")
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 FLAGS, GPU_RECIPES, TEST_RUN = (_TABLES[name] for name in ("flags", "cards", "test_run"))
-SETTINGS: dict[str, list[str]] = {name: row["sets"].split() for name, row in FLAGS.items() if "sets" in row}
+SETTINGS_BY_FLAG: dict[str, list[str]] = {name: row["sets"].split() for name, row in FLAGS.items() if "sets" in row}
 FLAG_NAMES = {"four_bit": "--4bit-quantization"}
-RUN_RECORD = "training_config.json"
+RECORDED_CONFIG_FILE = "training_config.json"
 TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
@@ -40,12 +40,12 @@ class _RankParser(CommandParser):
         raise UserError(self.describe_error(message))
 
 
-def parse_flags(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
+def parse_flags(arguments: Sequence[str], *, on_rank: bool = False) -> argparse.Namespace:
     """Parse the flags; `given` in the result lists the flags that were typed or set by --card.
 
-    With `by_rank`, also accept flags added by torchrun and DeepSpeed, and raise UserError for invalid flags.
+    With `on_rank`, also accept flags added by torchrun and DeepSpeed, and raise UserError for invalid flags.
     """
-    parser = _build_parser(by_rank)
+    parser = _build_parser(on_rank)
     untyped = object()
     names = [action.dest for action in parser._actions if action.dest not in ("help", "overrides")]
     typed = parser.parse_intermixed_args(arguments, argparse.Namespace(**dict.fromkeys(names, untyped)))
@@ -59,8 +59,8 @@ def parse_flags(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.
     return argparse.Namespace(**(options | card), given=frozenset(given | card.keys()))
 
 
-def _build_parser(by_rank: bool) -> CommandParser:
-    parser = (_RankParser if by_rank else CommandParser)(
+def _build_parser(on_rank: bool) -> CommandParser:
+    parser = (_RankParser if on_rank else CommandParser)(
         prog="zerolora scu-train",
         description="Train with the Shannon Control Unit and the flags of its guide; key=value sets other settings.",
         allow_abbrev=False,
@@ -76,7 +76,7 @@ def _build_parser(by_rank: bool) -> CommandParser:
         group = precision if name in ("fp16", "bf16") else parser
         group.add_argument(FLAG_NAMES.get(name, f"--{name.replace('_', '-')}"), dest=name, **arguments)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
-    if by_rank:
+    if on_rank:
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
@@ -86,7 +86,7 @@ def build_settings(options: argparse.Namespace, data: str, held_out: str | None)
     values = vars(options)
     values = values | {name: min(values[name], limit) for name, limit in TEST_RUN.items() if options.test_run}
     tree: dict[str, Any] = deepcopy(_TABLES["settings"])
-    for flag, [name, *others] in SETTINGS.items():
+    for flag, [name, *others] in SETTINGS_BY_FLAG.items():
         if not others and flag not in ("fp16", "bf16"):
             set_dotted(tree, name, values[flag])
     tree["adapter"] = "qlora" if options.four_bit else "lora"
@@ -115,32 +115,32 @@ def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
         if not folder.is_dir():
             raise UserError(f"--resume-from-checkpoint={folder}: no such folder; {_suggest_checkpoints(run)}")
     try:
-        tree: dict[str, Any] = read_json(run / RUN_RECORD)
+        tree: dict[str, Any] = read_json(run / RECORDED_CONFIG_FILE)
     except FileNotFoundError:
         raise UserError(
-            f"--resume-from-checkpoint={options.resume_from_checkpoint}: {run} has no {RUN_RECORD}; "
+            f"--resume-from-checkpoint={options.resume_from_checkpoint}: {run} has no {RECORDED_CONFIG_FILE}; "
             "use a checkpoint-N in the output folder of a run"
         ) from None
     tree["output_dir"] = str(run)
     changed = build_settings(options, options.data or "", None)
     for flag in (*options.given, "resume_from_checkpoint"):
-        for name in SETTINGS.get(flag, ()):
+        for name in SETTINGS_BY_FLAG.get(flag, ()):
             set_dotted(tree, name, reduce(getitem, name.split("."), changed))
     return tree
 
 
-def read_resumed_ranks(run: Path) -> int:
+def read_resumed_ranks(run_dir: Path) -> int:
     """Return the number of ranks in the run to resume; 1 if the number is not recorded."""
     try:
-        return read_value(run / "run.json", "world_size", Count)
+        return read_value(run_dir / "run.json", "world_size", Count)
     except (FileNotFoundError, UnreadableFileError):
         return 1
 
 
-def _suggest_checkpoints(run: Path) -> str:
-    steps = sorted(int(path.name[11:]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit())
+def _suggest_checkpoints(run_dir: Path) -> str:
+    steps = sorted(int(path.name[11:]) for path in run_dir.glob("checkpoint-*") if path.name[11:].isdigit())
     names = ", ".join(f"checkpoint-{step}" for step in steps)
-    return f"{run} has {names}" if names else f"{run} has no checkpoints; remove the flag"
+    return f"{run_dir} has {names}" if names else f"{run_dir} has no checkpoints; remove the flag"
 
 
 def load_flag_config(path: Path, options: argparse.Namespace) -> LoadedConfig:
@@ -148,7 +148,7 @@ def load_flag_config(path: Path, options: argparse.Namespace) -> LoadedConfig:
     try:
         return load_config(path, options.overrides, with_lines=False)
     except UserErrors as errors:
-        flags = {SETTINGS[flag][0]: flag for flag in reversed(SETTINGS) if flag in options.given}
+        flags = {SETTINGS_BY_FLAG[flag][0]: flag for flag in reversed(SETTINGS_BY_FLAG) if flag in options.given}
         raise UserErrors([_name_flag(mistake, flags) for mistake in errors.mistakes]) from None
 
 

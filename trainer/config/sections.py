@@ -11,7 +11,7 @@ from trainer.config.needs import LANGUAGE, Needs
 from trainer.config.paths import OutputText, PathText
 from trainer.config.task_sections import ImageSection, PreferenceSection, RewardSection
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
-from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
+from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, StringList, Texts
 
 PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
@@ -138,7 +138,7 @@ TRACKERS = ("wandb", "mlflow", "trackio", "swanlab", "comet_ml")
 class LoggingSection(Section):
     """Console output and metrics."""
 
-    report_to: Words = ("tensorboard",)
+    report_to: StringList = ("tensorboard",)
     """tensorboard, wandb, mlflow, trackio, swanlab, comet_ml, or none. metrics.jsonl is always written."""
     run_name: Annotated[str, Field(max_length=255)] | None = None
     """Name of the run in TensorBoard and trackers; default: the name of the output folder."""
@@ -246,7 +246,7 @@ class RunConfig(Section):
         return self.model_copy(update={"dataset": data.model_copy(update={"max_length": limit})})
 
     @model_validator(mode="after")
-    def _share_settings(self) -> "RunConfig":
+    def _set_derived_attributes(self) -> "RunConfig":
         if self.task == "reward":  # in a copy, because configurations share the default section
             self.__dict__["model"] = self.model.model_copy()
             self.model._has_score = True

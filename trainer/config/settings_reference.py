@@ -38,7 +38,7 @@ def _format_section(section: type[BaseModel], prefix: str, width: int) -> list[s
             inner.append((name, field.annotation))
         else:
             switches = (need for need in list_needs(section, name, prefix) if need.switch != "task")
-            needs = " and ".join(need.format_condition() for need in switches if not need.is_absence)
+            needs = " and ".join(need.format_condition() for need in switches if not need.requires_unset_switch)
             lines += _format_setting(prefix + name, field, width, f" Needs {needs}." if needs else "")
     for name, model in inner:
         text = " ".join((model.__doc__ or "").split())

@@ -26,7 +26,7 @@ from trainer.config.types import (
     StepsOrNever,
 )
 
-FRACTIONS = {"eval_steps": "evals_per_epoch", "save_steps": "saves_per_epoch"}
+FRACTION_SETTINGS = {"eval_steps": "evals_per_epoch", "save_steps": "saves_per_epoch"}
 """Settings in steps that accept a fraction of the run -> the setting that replaces them without max_steps."""
 _CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "selective", True, False, None]}
 
@@ -265,7 +265,7 @@ class TrainingSection(Section):
             return settings
         settings = dict(settings)
         epochs, steps = settings.get("epochs", 1), settings.get("max_steps")
-        for name, other in FRACTIONS.items():
+        for name, other in FRACTION_SETTINGS.items():
             if isinstance(fraction := settings.get(name), float) and 0.0 < fraction < 1.0:
                 if isinstance(steps, int):
                     settings[name] = math.ceil(fraction * steps)

@@ -29,7 +29,7 @@ Positive = Annotated[float, Field(gt=0.0, le=1e6)]
 NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
-def _parse_words(value: Any) -> Any:
+def _parse_string_list(value: Any) -> Any:
     """Convert a list or a comma-separated string to a list; `none`, [none] and null mean an empty list."""
     if value is None or value in ("none", ["none"], ("none",)):
         return []
@@ -48,7 +48,7 @@ def is_pattern(name: str) -> bool:
 def _parse_layer_names(value: Any) -> Any:
     """Split a setting into layer names and patterns, but not at commas within a pattern's brackets."""
     if not isinstance(value, str) or not is_pattern(value):
-        return _parse_words(value)
+        return _parse_string_list(value)
     return [name.strip() for name in re.split(r",(?![^(\[{]*[)\]}])", value) if name.strip()]
 
 
@@ -84,27 +84,27 @@ def _format_auto(value: int) -> int | str:
 
 
 # The JSON schema, used by editors, describes the accepted values, not the parsed ones.
-_WORDS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}
+_STRING_LIST_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}
 _STAGE_SCHEMA = {"enum": ["auto", 0, 1, 2, 3]}
 _BATCH_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65_536}, {"const": "auto"}]}
 
-Words = Annotated[
-    tuple[str, ...], Field(max_length=10_000), BeforeValidator(_parse_words), WithJsonSchema(_WORDS_SCHEMA)
+StringList = Annotated[
+    tuple[str, ...], Field(max_length=10_000), BeforeValidator(_parse_string_list), WithJsonSchema(_STRING_LIST_SCHEMA)
 ]
 LayerNames = Annotated[
     tuple[str, ...],
     Field(max_length=10_000),
     BeforeValidator(_parse_layer_names),
     AfterValidator(_check_patterns),
-    WithJsonSchema(_WORDS_SCHEMA),
+    WithJsonSchema(_STRING_LIST_SCHEMA),
 ]
 LayerRanks = Annotated[dict[str, Annotated[int, Field(ge=1, le=32_768)]], AfterValidator(_check_patterns)]
 LayerAlphas = Annotated[dict[str, Positive], AfterValidator(_check_patterns)]
 Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_wrap_in_list)]
 ResumeChanges = Annotated[
     tuple[Literal["base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu"], ...],
-    BeforeValidator(_parse_words),
-    WithJsonSchema(_WORDS_SCHEMA),
+    BeforeValidator(_parse_string_list),
+    WithJsonSchema(_STRING_LIST_SCHEMA),
 ]
 BatchSize = Annotated[
     Count | Literal[-1], BeforeValidator(_parse_auto), PlainSerializer(_format_auto), WithJsonSchema(_BATCH_SCHEMA)

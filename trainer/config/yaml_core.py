@@ -16,7 +16,7 @@ from trainer.config.files import UnreadableFileError, decode_text, read_bytes
 MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
 """Limit on the expansion of nested anchors, which can produce billions of values in a few lines."""
-PRESETS = "check its name, or use a preset in configs/"
+MISSING_FILE_FIX = "check its name, or use a preset in configs/"
 # The beginning of PyYAML's error message -> how to fix the error.
 _HINTS = {
     "but found another document": "write one configuration per file, without ---",
@@ -121,7 +121,7 @@ def dump(tree: Any, **style: Any) -> str:
     return str(yaml.dump(tree, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, **style))
 
 
-def parse(text: str) -> Any:
+def parse_yaml_value(text: str) -> Any:
     """Parse YAML. Raises ValueError if it is invalid or contains a comment, UserError for duplicate keys."""
     try:
         loader = _CoreLoader(text)  # rejects control characters
@@ -149,8 +149,8 @@ def parse_scalar(text: str) -> Any:
 
 def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
     """Return the settings in a file. Raises UserError if the file is unreadable, invalid or without settings."""
-    fix = "check its name" if loader_class is Yaml11Loader else PRESETS
-    return parse_yaml(path, read_text(path, fix), loader_class)
+    fix = "check its name" if loader_class is Yaml11Loader else MISSING_FILE_FIX
+    return parse_yaml(path, read_config_text(path, fix), loader_class)
 
 
 def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
@@ -184,7 +184,7 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
     return YamlFile(tree, lines, loader.mistakes)
 
 
-def read_text(path: Path, fix: str = PRESETS) -> str:
+def read_config_text(path: Path, fix: str = MISSING_FILE_FIX) -> str:
     """Return the text of a file. Raises UserError if it cannot be read; `fix` is the advice for a missing file."""
     try:
         return decode_text(read_bytes(path, MAX_BYTES), path)

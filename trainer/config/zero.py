@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.adapter_settings import read_initial_adapter
+from trainer.config.adapter_settings import read_initial_adapter_settings
 from trainer.config.aliases import OTHER_TRAINERS
 from trainer.config.errors import Mistake, find_nearest, to_text
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
-SETTINGS = {key: setting for setting, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
+SETTING_BY_KEY = {key: setting for setting, keys in OTHER_TRAINERS["deepspeed"].items() for key in keys.split()}
 """Our setting to use instead of a DeepSpeed key in `zero.extra`, by key."""
 KNOWN_KEYS, FIXED_KEYS, UNSUPPORTED_KEYS = (
     OTHER_TRAINERS["deepspeed_keys"][name].split() for name in ("known", "fixed", "replacing")
@@ -27,13 +27,13 @@ def check_extra(extra: dict[str, Any]) -> Iterator[Mistake]:
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
     for key, value in entries.items():
         name = f"zero.extra.{key}"
-        if key in SETTINGS:
-            yield Mistake(name, to_text(value), "has its own setting", f"use {SETTINGS[key]} instead")
+        if key in SETTING_BY_KEY:
+            yield Mistake(name, to_text(value), "has its own setting", f"use {SETTING_BY_KEY[key]} instead")
         if key in FIXED_KEYS:
             yield Mistake(name, to_text(value), "is set by zerolora and cannot be changed", "remove it")
         if key in UNSUPPORTED_KEYS:
             yield Mistake(name, to_text(value), "is a DeepSpeed feature that zerolora does not support", "remove it")
-        elif "." not in key and key not in (*KNOWN_KEYS, *FIXED_KEYS, *SETTINGS):
+        elif "." not in key and key not in (*KNOWN_KEYS, *FIXED_KEYS, *SETTING_BY_KEY):
             fix = f"did you mean {close}?" if (close := find_nearest(key, KNOWN_KEYS)) else "remove it"
             yield Mistake(name, to_text(value), "unknown DeepSpeed key", fix)
     if "data_types" in extra:
@@ -64,7 +64,7 @@ def describe_layer_gather_problem(config: RunConfig) -> str | None:
     """Return why the base model of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
         return "per-layer gathering needs frozen weights, but all weights are trained"
-    if config.lora.dora or read_initial_adapter(config).get("use_dora"):
+    if config.lora.dora or read_initial_adapter_settings(config).get("use_dora"):
         return "DoRA needs unpartitioned weights for its initialization"
     if config.lora.adapter_path and not Path(config.lora.adapter_path).is_dir():
         return "the type of an adapter on the Hub is unknown before it is loaded"

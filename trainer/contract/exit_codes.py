@@ -11,7 +11,7 @@ EXIT_PREEMPTED = 75
 EXIT_RESTART = 77
 """Exit code of a rank that has written a restart note (trainer/contract/restart_record.py)."""
 
-REPORT_DELAY_S = 3.0
+EXIT_DELAY_S = 3.0
 """Delay before a rank that prints no message exits, because mpirun and torchrun stop all ranks once one exits."""
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -19,8 +19,8 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR
 # Exit codes of ranks that were signaled to stop, and have saved or had nothing to save.
 STOP_CODES = {128 + signal.SIGINT, 128 + signal.SIGTERM, EXIT_PREEMPTED}
 # Status of a process signaled before it installed its handlers, as reported by its parent, DeepSpeed and shells.
-_STOPPED_EARLY = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
-_STOPPED_EARLY |= {256 - signal.SIGINT, 256 - signal.SIGTERM, 256 - signal.SIGUSR1, 128 + signal.SIGUSR1}
+_UNHANDLED_SIGNAL_STATUSES = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
+_UNHANDLED_SIGNAL_STATUSES |= {256 - signal.SIGINT, 256 - signal.SIGTERM, 256 - signal.SIGUSR1, 128 + signal.SIGUSR1}
 
 
 def get_signal_exit_code(signal_number: int) -> int:
@@ -29,7 +29,7 @@ def get_signal_exit_code(signal_number: int) -> int:
 
 
 def is_stop_status(code: int) -> bool:
-    return code in STOP_CODES or code in _STOPPED_EARLY
+    return code in STOP_CODES or code in _UNHANDLED_SIGNAL_STATUSES
 
 
 def to_exit_code(status: int) -> int:

@@ -27,10 +27,10 @@ from trainer.contract.whole_files import write_json
 
 LOCK_FILE = "lock.json"
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-BEAT_S = 5.0
+HEARTBEAT_INTERVAL_S = 5.0
 STALE_S = 120.0
 """Longer than network file systems cache attributes (60 s), and longer than libraries block Python threads."""
-WAIT_S = 900.0
+MAX_WAIT_S = 900.0
 """Maximum time that a restarted job waits for its earlier attempt to exit."""
 POLL_S = 1.0
 # Network file systems show files from other hosts with a delay.
@@ -56,7 +56,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Lock:
+class LockRecord:
     token: str
     """Unique for each run."""
     since: str
@@ -68,7 +68,7 @@ class Lock:
     """Modification time of the file in nanoseconds, set by every heartbeat."""
 
     @classmethod
-    def for_current_process(cls) -> "Lock":
+    def for_current_process(cls) -> "LockRecord":
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -85,7 +85,7 @@ class Lock:
         states = [holder.process.is_alive() for holder in self.holders]
         return True if any(states) else None if not states or None in states else False
 
-    def is_predecessor_of(self, other: "Lock") -> bool:
+    def is_predecessor_of(self, other: "LockRecord") -> bool:
         """Return whether this lock belongs to an earlier attempt of the same job, terminated by the scheduler."""
         return bool(self.job) and self.job == other.job and self.restarts < other.restarts
 
@@ -93,7 +93,7 @@ class Lock:
 class FolderLock:
     """The lock of a run's folder, held by this process until `release` or the end of the `with` block."""
 
-    def __init__(self, run_dir: Path, lock: Lock, *, owns: bool) -> None:
+    def __init__(self, run_dir: Path, lock: LockRecord, *, owns: bool) -> None:
         self._run_dir, self._path, self._lock, self._owns = run_dir, get_lock_path(run_dir), lock, owns
         self._is_lost = False
         self._ended = threading.Event()
@@ -107,9 +107,9 @@ class FolderLock:
         Takes over the lock if its holders are dead. Waits for a live holder that is an earlier attempt of this job or,
         under a scheduler, if `resumes` is set. Raises UserError if the folder stays locked.
         """
-        path, lock, monitor = get_lock_path(run_dir), Lock.for_current_process(), _HolderMonitor()
-        deadline, reported = time.monotonic() + WAIT_S, ""
-        while not _create(path, lock):
+        path, lock, monitor = get_lock_path(run_dir), LockRecord.for_current_process(), _HolderMonitor()
+        deadline, reported = time.monotonic() + MAX_WAIT_S, ""
+        while not _create_lock_file(path, lock):
             held = _read_lock(path)
             if held is None:
                 continue  # just released
@@ -120,7 +120,9 @@ class FolderLock:
                 continue
             if alive and (not _should_wait(lock, held, resumes) or time.monotonic() > deadline):
                 raise _build_locked_error(run_dir, held)
-            until = f"it to exit, up to {WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
+            until = (
+                f"it to exit, up to {MAX_WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
+            )
             if until != reported:
                 say(f"note: output_dir={run_dir}: locked by {held.describe()}; waiting for {until}")
                 reported = until
@@ -154,26 +156,26 @@ class FolderLock:
 
     def check(self) -> None:
         """Raise FolderLostError if another run has taken over the folder; call this before writing to the folder."""
-        if not self._still_holds():
+        if not self._ensure_held():
             raise _build_lost_error(self._run_dir, _read_lock(self._path))
 
     def release(self) -> None:
         """Release the lock; may be called twice."""
         if not self._ended.is_set():
             self._ended.set()
-            self._thread.join(timeout=BEAT_S)
+            self._thread.join(timeout=HEARTBEAT_INTERVAL_S)
             # If the file server is down, the next run will see that the holders are dead.
             with suppress(OSError, UnreadableFileError):
-                if self._owns and self._still_holds():
+                if self._owns and self._ensure_held():
                     self._path.unlink(missing_ok=True)
 
-    def _still_holds(self) -> bool:
+    def _ensure_held(self) -> bool:
         deadline = time.monotonic() + MAX_DELAY_S
         while not self._is_lost:
             held = _read_lock(self._path)
             if held is None:
                 # The folder was emptied. Lock it again, unless another run has done so.
-                if self._ended.is_set() or _create(self._path, self._lock):
+                if self._ended.is_set() or _create_lock_file(self._path, self._lock):
                     return True
             elif held.token or time.monotonic() > deadline:
                 self._is_lost = held.token != self.token
@@ -184,10 +186,10 @@ class FolderLock:
         return not self._is_lost
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
+        while not self._ended.wait(HEARTBEAT_INTERVAL_S):
             # The file server may not respond; `check` raises if another run takes over.
             with suppress(OSError, UnreadableFileError):
-                if not self._still_holds():
+                if not self._ensure_held():
                     return
                 os.utime(self._path)
 
@@ -214,7 +216,7 @@ def check_not_locked(run_dir: Path, *, resumes: bool) -> None:
         held = _read_lock(get_lock_path(run_dir))
     except OSError:
         return  # reported by later checks
-    if held is not None and held.is_alive() and not _should_wait(Lock.for_current_process(), held, resumes):
+    if held is not None and held.is_alive() and not _should_wait(LockRecord.for_current_process(), held, resumes):
         raise _build_locked_error(run_dir, held)
 
 
@@ -236,7 +238,7 @@ class _HolderMonitor:
         self._changes = 0
         self._changed_at = 0.0
 
-    def is_alive(self, lock: Lock) -> bool | None:
+    def is_alive(self, lock: LockRecord) -> bool | None:
         """Return whether a holder is alive; None while this is unknown."""
         if (alive := lock.is_alive()) is not None:
             return alive
@@ -250,17 +252,17 @@ class _HolderMonitor:
         return True if self._changes else None
 
 
-def _should_wait(lock: Lock, held: Lock, resumes: bool) -> bool:
+def _should_wait(lock: LockRecord, held: LockRecord, resumes: bool) -> bool:
     under_scheduler = any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
     return held.is_predecessor_of(lock) or (resumes and under_scheduler)
 
 
-def _build_locked_error(run_dir: Path, lock: Lock) -> UserError:
+def _build_locked_error(run_dir: Path, lock: LockRecord) -> UserError:
     problem = f"output_dir={run_dir}: in use by another run ({lock.describe()})"
     return UserError(f"{problem}; wait until it ends, or use another folder")
 
 
-def _build_lost_error(run_dir: Path, lock: Lock | None) -> FolderLostError:
+def _build_lost_error(run_dir: Path, lock: LockRecord | None) -> FolderLostError:
     by = f" by {lock.describe()}" if lock else ""
     return FolderLostError(
         f"output_dir={run_dir}: taken over by another run{by}, because this run sent no heartbeat for {STALE_S:.0f} s; "
@@ -268,7 +270,7 @@ def _build_lost_error(run_dir: Path, lock: Lock | None) -> FolderLostError:
     )
 
 
-def _create(path: Path, lock: Lock) -> bool:
+def _create_lock_file(path: Path, lock: LockRecord) -> bool:
     """Create the file and its folder; return False if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -284,7 +286,7 @@ def _create(path: Path, lock: Lock) -> bool:
     return True
 
 
-def _read_lock(path: Path) -> Lock | None:
+def _read_lock(path: Path) -> LockRecord | None:
     """Return the lock; None if the file does not exist.
 
     An incomplete or damaged lock has no holders. Raises UnreadableFileError for a folder or pipe, and OSError for file
@@ -299,12 +301,12 @@ def _read_lock(path: Path) -> Lock | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return replace(parse_json(content, path, Lock), beat=beat)
+        return replace(parse_json(content, path, LockRecord), beat=beat)
     except UnreadableFileError:
-        return Lock("", "", "", 0, (), beat)
+        return LockRecord("", "", "", 0, (), beat)
 
 
-def _wait_for_lock(run_dir: Path, is_wanted: Callable[[Lock], bool]) -> Lock | None:
+def _wait_for_lock(run_dir: Path, is_wanted: Callable[[LockRecord], bool]) -> LockRecord | None:
     """Return the lock once `is_wanted` accepts it, or its state after `MAX_DELAY_S` seconds."""
     deadline = time.monotonic() + MAX_DELAY_S
     while True:

@@ -137,7 +137,7 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
     return beats
 
 
-def clear_heartbeats(logs: Path) -> None:
+def clear_rank_reports(logs: Path) -> None:
     for path in (*logs.glob("heartbeat-*.json"), *logs.glob("error-*.json"), logs / HANG_FILE):
         path.unlink(missing_ok=True)
 
@@ -181,7 +181,7 @@ class HeartbeatFolder:
         except OSError as error:
             print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
 
-    def write_step(self, step: int, first: int) -> None:
+    def write_step(self, step: int, first_step: int) -> None:
         """Write the current step and the first step of this process after the heartbeat.
 
         The step is then known even if the process is killed by SIGKILL. The main thread calls this in every step;
@@ -189,7 +189,7 @@ class HeartbeatFolder:
         """
         if self._file is not None:
             with suppress(OSError):  # `publish` prints such errors
-                os.pwrite(self._file, f"{first} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
+                os.pwrite(self._file, f"{first_step} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
 
     def write_exit_code(self, exit_code: int) -> None:
         """Write the last heartbeat again with the exit code, and disable `publish`.

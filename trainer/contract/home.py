@@ -3,4 +3,4 @@
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
-HOME = CHECKOUT if (CHECKOUT / "slurm" / "train.sbatch").is_file() else Path(__file__).parent / "home"
+ZEROLORA_HOME = CHECKOUT if (CHECKOUT / "slurm" / "train.sbatch").is_file() else Path(__file__).parent / "home"

@@ -13,15 +13,15 @@ from trainer.contract.whole_files import write_json
 
 MAX_METRICS_BYTES = 1 << 34
 Record = dict[str, int | float | None]
-_Whole = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
+_Integer = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e300, lt=1e300)]
-_Schema = dict[str, _Number | _Whole | None]
+_Schema = dict[str, _Number | _Integer | None]
 
-SWEEP = "sweep.json"
+SWEEP_RECORD_FILE = "sweep.json"
 
 RESULT_PREFIX = "zerolora-doctor: "
 """Prefix of the line of JSON with the results of a `zerolora doctor` subprocess."""
-State = Literal["OK", "WARN", "FAIL"]
+CheckState = Literal["OK", "WARN", "FAIL"]
 
 
 def parse_record(line: bytes, path: Path) -> Record:
@@ -45,26 +45,26 @@ class SweptRun:
 def read_sweep(folder: Path) -> list[SweptRun]:
     """Return the runs recorded in a sweep's folder. Raises UserError if the record is damaged."""
     try:
-        return read_json(folder / SWEEP, dict[str, list[SweptRun]]).get("runs", [])
+        return read_json(folder / SWEEP_RECORD_FILE, dict[str, list[SweptRun]]).get("runs", [])
     except FileNotFoundError:
         return []
     except UnreadableFileError as error:
         raise UserError(f"{error.path}: {error.problem}; remove it") from None
 
 
-def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
+def update_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
     """Add runs to the sweep's record, replacing entries for the same folders."""
     folders = {run.folder for run in runs}
     others = [run for run in read_sweep(folder) if run.folder not in folders]
-    write_json(folder / SWEEP, {"runs": [asdict(run) for run in (*others, *runs)]})
+    write_json(folder / SWEEP_RECORD_FILE, {"runs": [asdict(run) for run in (*others, *runs)]})
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """A row in the table that `zerolora doctor` prints."""
 
     name: str
-    state: State
+    state: CheckState
     found: str
     fix: str = ""
     host: str = ""

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from trainer.config.errors import UserError
 
-Installer = TypeVar("Installer", bound=Callable[..., Any])
+Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets", "diffusers")
 """Libraries that affect a run's results."""
 
 
-KNOWN = {
+TESTED_VERSIONS = {
     "torch": ("2.11.0", "2.13.0"),
     "deepspeed": ("0.19.8",),
     "transformers": ("5.17.0", "5.23.0"),
@@ -42,7 +42,7 @@ def describe_untested() -> list[str]:
     """Describe each library with an untested version, such as `transformers 5.24.0 (tested: 5.17.0, 5.23.0)`."""
     return [
         f"{library} {release} (tested: {', '.join(tested)})"
-        for library, tested in KNOWN.items()
+        for library, tested in TESTED_VERSIONS.items()
         if (release := get_release(library)) is not None and release not in tested
     ]
 
@@ -55,7 +55,7 @@ def build_version_warning() -> str | None:
 
 def build_api_error(library: str, problem: str) -> UserError:
     """Return the error to raise if a library's private API has changed."""
-    release, tested = get_release(library), KNOWN[library][-1]
+    release, tested = get_release(library), TESTED_VERSIONS[library][-1]
     fix = f"install {library}=={tested}, the tested version"
     if release == tested:  # caused by this model or setting
         fix = "report this with the configuration of the run"
@@ -71,7 +71,7 @@ def require(owner: object, name: str, library: str) -> Any:
         raise build_api_error(library, f"{kind} has no `{name}`") from None
 
 
-def replaces(replaced: str) -> Callable[[Installer], Installer]:
+def replaces(replaced: str) -> Callable[[Replacement], Replacement]:
     """Mark a replacement for the library code `replaced`. trainer/patches/replacements.yaml gives the reason."""
     return lambda installer: installer
 

@@ -78,7 +78,7 @@ class ProcessIdentity:
         return fields[19] == self.started and fields[0] not in "ZX"
 
 
-def tie_children_to_this_process() -> None:
+def export_launcher_identity() -> None:
     """Make all processes started from now on exit when this process exits."""
     os.environ[LAUNCHER_VARIABLE] = str(ProcessIdentity.read(os.getpid()))
 
@@ -103,7 +103,7 @@ class LauncherWatch:
 
     def __init__(self, environment: Mapping[str, str], *, is_rank: bool) -> None:
         self._launcher = ProcessIdentity.parse(environment.get(LAUNCHER_VARIABLE, ""))
-        self._starter = _find_starter(environment) if is_rank else None
+        self._starter = _find_external_launcher(environment) if is_rank else None
         self._file: Path | None = None
         self._timeout_s = 0.0
         # A copy, because stderr will be redirected to a log.
@@ -123,7 +123,7 @@ class LauncherWatch:
         """
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
-    def find_lost_launcher(self) -> str | None:
+    def describe_lost_launcher(self) -> str | None:
         """Describe the lost launcher process or connection; return None if neither is lost."""
         launcher, starter = self._launcher, self._starter
         if launcher is not None and launcher.is_alive() is False:
@@ -155,13 +155,13 @@ class LauncherWatch:
         return self._seen is not None and now - self._seen[1] > self._timeout_s
 
     def _run(self) -> None:
-        while (loss := self.find_lost_launcher()) is None:
+        while (loss := self.describe_lost_launcher()) is None:
             time.sleep(CHECK_EVERY_S)
         os.write(2, f"process {os.getpid()}: {loss}; exiting without a checkpoint\n".encode())
-        exit_with_children(EXIT_FAILED)
+        kill_children_and_exit(EXIT_FAILED)
 
 
-def exit_with_children(exit_code: int) -> None:
+def kill_children_and_exit(exit_code: int) -> None:
     """Kill all child processes and exit immediately, without waiting for the main thread."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -175,7 +175,7 @@ def _is_closed(descriptor: int) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def _find_starter(environment: Mapping[str, str]) -> ProcessIdentity | None:
+def _find_external_launcher(environment: Mapping[str, str]) -> ProcessIdentity | None:
     """Return the process of srun, mpirun, torchrun or DeepSpeed that started this rank; None if none of them did."""
     if any(name in environment for name in DAEMON_VARIABLES):
         try:

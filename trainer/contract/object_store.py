@@ -48,16 +48,16 @@ def _is_complete_marker(name: str) -> bool:
     return name.endswith(COMPLETE_MARKER)
 
 
-def _list_files(system: Any, root: str) -> dict[str, Any]:
+def _list_files(filesystem: Any, root: str) -> dict[str, Any]:
     """Return the entries below `root` by relative path ("" if `root` is a file), except paths outside `root`."""
-    entries = {path.removeprefix(root).strip("/"): entry for path, entry in system.find(root, detail=True).items()}
+    entries = {path.removeprefix(root).strip("/"): entry for path, entry in filesystem.find(root, detail=True).items()}
     return {name: entry for name, entry in entries.items() if ".." not in name.split("/")}
 
 
-def _download(system: Any, root: str, names: Iterable[str], target: Path) -> None:
+def _download(filesystem: Any, root: str, names: Iterable[str], target: Path) -> None:
     for name in sorted(names, key=_is_complete_marker):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        system.get_file(f"{root}/{name}" if name else root, str(target / name))
+        filesystem.get_file(f"{root}/{name}" if name else root, str(target / name))
 
 
 def fetch_data(url: str, label: str) -> Path:
@@ -79,16 +79,16 @@ def fetch_data(url: str, label: str) -> Path:
     return target
 
 
-def open_run(text: str) -> Path:
+def open_run(location: str) -> Path:
     """Return the local folder of a run or checkpoint, fetching it first if it is in an object store."""
-    if not is_remote(text):
-        return Path(text)
-    folder = get_local_copy(text)
+    if not is_remote(location):
+        return Path(location)
+    folder = get_local_copy(location)
     fetch_run(folder.parent if CHECKPOINT.fullmatch(folder.name) else folder)
     return folder
 
 
-def _split(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
+def _index_files(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
     """Return the top-level folder of each file, and the names of the complete checkpoints."""
     tops = {name: name.partition("/")[0] for name in names}
     return tops, {top for name, top in tops.items() if CHECKPOINT.fullmatch(top) and name == f"{top}/{COMPLETE_MARKER}"}
@@ -107,7 +107,10 @@ def fetch_run(run_dir: Path) -> None:
     if (url := get_remote_url(run_dir)) is None:
         return
     with open_store(url, f"output_dir={url}") as (system, root):
-        (remote, stored), (_, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
+        (remote, stored), (_, copied) = (
+            _index_files(_list_files(system, root)),
+            _index_files(_list_local_files(run_dir)),
+        )
         is_newer = _find_newest_step(stored) > _find_newest_step(copied) or not (run_dir / "run.json").exists()
         missing = stored - copied
         names = (name for name, top in remote.items() if top in missing or (is_newer and not CHECKPOINT.match(top)))
@@ -122,7 +125,10 @@ def upload_run(run_dir: Path) -> str | None:
     if (url := get_remote_url(run_dir)) is None:
         return None
     with open_store(url) as (system, root):
-        (remote, stored), (local, copied) = _split(_list_files(system, root)), _split(_list_local_files(run_dir))
+        (remote, stored), (local, copied) = (
+            _index_files(_list_files(system, root)),
+            _index_files(_list_local_files(run_dir)),
+        )
         for name in sorted(remote, key=_is_complete_marker, reverse=True):
             if CHECKPOINT.fullmatch(remote[name]) and remote[name] not in copied:
                 system.rm_file(f"{root}/{name}")

@@ -13,7 +13,9 @@ from trainer.config import UserError
 from trainer.config.files import read_bytes, read_json_or_default
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers report the number only in their messages
+_RUST_OS_ERROR = re.compile(
+    r"\(os error (\d+)\)"
+)  # safetensors and tokenizers report the number only in their messages
 
 
 def check_output_file(path: Path, label: str) -> None:
@@ -54,7 +56,7 @@ def check_settings_file(path: Path, label: str, *, force: bool) -> None:
 def describe_disk_error(error: BaseException) -> str | None:
     """Return the operating system's message for a disk error; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (match := _RUST.search(str(error))):
+    if number is None and (match := _RUST_OS_ERROR.search(str(error))):
         number = int(match[1])
     return os.strerror(number) if number in DISK_ERRORS else None
 

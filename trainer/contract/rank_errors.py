@@ -17,7 +17,7 @@ class OtherRankError(Exception):
 
 
 @dataclass(frozen=True)
-class RankError:
+class RankErrorRecord:
     rank: Count
     text: str
     """The message of a user error; `type: message` for other errors."""
@@ -27,7 +27,7 @@ class RankError:
     """Whether another rank caused the error."""
 
     @classmethod
-    def from_exception(cls, rank: int, error: Exception) -> "RankError":
+    def from_exception(cls, rank: int, error: Exception) -> "RankErrorRecord":
         is_user_error = isinstance(error, UserError)
         text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
         return cls(rank, text, is_user_error, isinstance(error, OtherRankError))
@@ -38,7 +38,9 @@ class RankError:
             write_json(logs / f"error-{self.rank}.json", asdict(self))
 
 
-def read_errors(logs: Path) -> dict[int, RankError]:
+def read_errors(logs: Path) -> dict[int, RankErrorRecord]:
     """Return the error of each rank that has written one, ignoring damaged files."""
-    errors: list[RankError | None] = [read_json_or_default(path, RankError) for path in logs.glob("error-*.json")]
+    errors: list[RankErrorRecord | None] = [
+        read_json_or_default(path, RankErrorRecord) for path in logs.glob("error-*.json")
+    ]
     return {error.rank: error for error in errors if error is not None}

@@ -21,7 +21,7 @@ from contextlib import suppress
 from trainer.config.errors import UserError
 
 TORCH, OPEN_MPI, PMI, SRUN = "torch", "Open MPI", "MPICH", "SLURM"
-FAMILIES = {
+RANK_VARIABLES_BY_LAUNCHER = {
     TORCH: ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     OPEN_MPI: ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     PMI: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -36,7 +36,7 @@ def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, i
 
     Raises ValueError for inconsistent variables.
     """
-    for family, (rank_name, size_name, local_name) in FAMILIES.items():
+    for family, (rank_name, size_name, local_name) in RANK_VARIABLES_BY_LAUNCHER.items():
         if rank_name in env and size_name in env:
             rank, size, local = int(env[rank_name]), int(env[size_name]), int(env.get(local_name, 0))
             if not 0 <= rank < size:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.files import Count, read_json, read_json_or_default
-from trainer.contract.json_records import SWEEP
+from trainer.contract.json_records import SWEEP_RECORD_FILE
 from trainer.contract.whole_files import write_json
 
 MAX_HALVINGS = 3
 _NOTE_FILE = "out_of_memory.json"
-_FILE = "restarts.json"
+_RESTARTS_FILE = "restarts.json"
 _CHANGES_FILE = "adapters.json"
-_NUMBERED = re.compile(r"checkpoint-[0-9]{1,18}")
+_CHECKPOINT_NAME = re.compile(r"checkpoint-[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -103,24 +103,24 @@ def apply_recorded_changes(run_dir: Path, entries: Sequence[dict[str, Any]]) -> 
 
 def read_restarts(run_dir: Path) -> list[Restart]:
     """Return the restarts of a run in order; an empty list if the record cannot be read."""
-    return read_json_or_default(run_dir / "logs" / _FILE, list[Restart], [])
+    return read_json_or_default(run_dir / "logs" / _RESTARTS_FILE, list[Restart], [])
 
 
 def record_restart(run_dir: Path, restart: Restart) -> None:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    write_json(run_dir / "logs" / _FILE, [asdict(entry) for entry in (*read_restarts(run_dir), restart)])
+    write_json(run_dir / "logs" / _RESTARTS_FILE, [asdict(entry) for entry in (*read_restarts(run_dir), restart)])
 
 
 def delete_restarts(run_dir: Path) -> None:
-    (run_dir / "logs" / _FILE).unlink(missing_ok=True)
+    (run_dir / "logs" / _RESTARTS_FILE).unlink(missing_ok=True)
 
 
 def list_complete_checkpoints(run_dir: Path) -> dict[str, int]:
     """Return the modification time (ns) of each complete checkpoint of the run, or of all its adapters, by name."""
-    has_adapters = (run_dir / SWEEP).is_file() and not (run_dir / "run.json").is_file()
+    has_adapters = (run_dir / SWEEP_RECORD_FILE).is_file() and not (run_dir / "run.json").is_file()
     markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
     folders = {marker.parent.relative_to(run_dir).as_posix(): marker for marker in markers}
-    numbered = {name: marker for name, marker in folders.items() if _NUMBERED.fullmatch(marker.parent.name)}
+    numbered = {name: marker for name, marker in folders.items() if _CHECKPOINT_NAME.fullmatch(marker.parent.name)}
     return {name: marker.stat().st_mtime_ns for name, marker in numbered.items()}
 
 

@@ -24,7 +24,7 @@ from trainer.data.vision import ImageInputs
 if TYPE_CHECKING:
     from trainer.data.streams import MixedStream, PackedStream
 
-IGNORED = -100  # torch's cross-entropy ignores these targets
+IGNORE_INDEX = -100  # torch's cross-entropy ignores these targets
 _PAIR_FIELDS = ("reference", "margins")
 # Long enough for the convolutions in recurrent models, and short enough to be cheap.
 _DUMMY_LENGTH = 8
@@ -73,7 +73,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     targets: torch.Tensor
-    """`targets[t] = input_ids[t + 1]` if token t + 1 is trained and in the same document, else IGNORED."""
+    """`targets[t] = input_ids[t + 1]` if token t + 1 is trained and in the same document, else IGNORE_INDEX."""
     tokens: int
     """Number of tokens, excluding padding and rows added to fill the step."""
     attention_mask: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class MicroBatch:
 
     @property
     def target_count(self) -> int:
-        return int((self.targets != IGNORED).sum())
+        return int((self.targets != IGNORE_INDEX).sum())
 
     @property
     def target_weight(self) -> float:
@@ -361,7 +361,7 @@ def collate_samples(
     lengths = torch.tensor([len(row.input_ids) for row in rows])
     longest = int(lengths.max())
     input_ids = torch.full((len(rows), longest), pad_token_id)
-    targets = torch.full((len(rows), longest), IGNORED)
+    targets = torch.full((len(rows), longest), IGNORE_INDEX)
     for index, (row, ids) in enumerate(zip(rows, row_targets, strict=True)):
         input_ids[index, : len(ids)] = torch.tensor(row.input_ids)
         targets[index, : len(ids)] = torch.from_numpy(ids)
@@ -376,7 +376,13 @@ def collate_samples(
 def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatch:
     is_flat = batches[0].cu_seqlens is not None
     longest = max(batch.input_ids.shape[1] for batch in batches)
-    padding = {"input_ids": pad_token_id, "targets": IGNORED, "attention_mask": 0, "position_ids": 0, "unpadded": 0}
+    padding = {
+        "input_ids": pad_token_id,
+        "targets": IGNORE_INDEX,
+        "attention_mask": 0,
+        "position_ids": 0,
+        "unpadded": 0,
+    }
     parts: dict[str, Any] = {"tokens": sum(batch.tokens for batch in batches)}
     for name, value in padding.items():
         rows = [getattr(batch, name) for batch in batches]
@@ -424,16 +430,16 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
 
 def _build_targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
-    targets = np.full(len(ids), IGNORED, dtype=np.int64)
-    targets[:-1] = np.where(np.asarray(sample.loss_weights[1:]) > 0, ids[1:], IGNORED)
+    targets = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+    targets[:-1] = np.where(np.asarray(sample.loss_weights[1:]) > 0, ids[1:], IGNORE_INDEX)
     # The first token of a document is not a target: in a pack, the token before it belongs to another document.
-    targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
+    targets[np.cumsum(sample.document_lengths) - 1] = IGNORE_INDEX
     return targets
 
 
 def _collect_weights(rows: Sequence[Sample], targets: Sequence[NDArray[np.int64]]) -> torch.Tensor | None:
     """Return the fp32 weights of all rows' targets; None if all weights are 1."""
-    positions = [np.flatnonzero(row_targets != IGNORED) + 1 for row_targets in targets]
+    positions = [np.flatnonzero(row_targets != IGNORE_INDEX) + 1 for row_targets in targets]
     parts = [np.asarray(row.loss_weights, dtype=np.float32)[at] for row, at in zip(rows, positions, strict=True)]
     weights = np.concatenate(parts)
     return torch.from_numpy(weights) if (weights != 1.0).any() else None
@@ -443,16 +449,18 @@ def _build_positions(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
 
 
-Index = NDArray[np.int64]
-WINDOW = 32
+IntArray = NDArray[np.int64]
+SORT_WINDOW = 32
 """Number of global batches sorted together."""
 
 
-def group_similar_lengths(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
+def group_similar_lengths(
+    order: IntArray, lengths: IntArray, global_batch: int, generator: np.random.Generator
+) -> IntArray:
     """Reorder an epoch so that each global batch has samples of similar lengths. An incomplete batch stays last."""
     windows = []
-    for start in range(0, len(order), WINDOW * global_batch):
-        window = order[start : start + WINDOW * global_batch]
+    for start in range(0, len(order), SORT_WINDOW * global_batch):
+        window = order[start : start + SORT_WINDOW * global_batch]
         end = len(window) - len(window) % global_batch
         window = window[np.argsort(-lengths[window], kind="stable")]
         # An incomplete last batch gets the shortest samples.
@@ -460,7 +468,7 @@ def group_similar_lengths(order: Index, lengths: Index, global_batch: int, gener
     return np.concatenate(windows) if windows else order
 
 
-def balance_tokens(lengths: Index, count: int) -> list[Index]:
+def balance_tokens(lengths: IntArray, count: int) -> list[IntArray]:
     """Split a step's samples into `count` micro-batches of similar padded size, and return the samples' positions.
 
     No micro-batch has more padded tokens than the largest one in an even split by rows. Some may be empty.
@@ -476,10 +484,10 @@ def balance_tokens(lengths: Index, count: int) -> list[Index]:
     return [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _fill_micro_batches(descending: Index, limit: int) -> list[int]:
+def _fill_micro_batches(descending_lengths: IntArray, limit: int) -> list[int]:
     """Fill micro-batches in order with at most `limit` padded tokens each, and return their end indices."""
     ends, start = [], 0
-    while start < len(descending):
-        start = min(len(descending), start + max(1, limit // int(descending[start])))
+    while start < len(descending_lengths):
+        start = min(len(descending_lengths), start + max(1, limit // int(descending_lengths[start])))
         ends.append(start)
     return ends

@@ -19,7 +19,7 @@ from trainer.config import UserError
 Loaded = TypeVar("Loaded")
 MANIFEST = "files.json"
 # For larger files, only the size is compared: reading them would take minutes on every rank.
-CHECKED_BYTES = 1 << 30
+MAX_DIGEST_BYTES = 1 << 30
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 WRITE_ERRORS = DISK_FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 # Exceptions seen when reading a truncated or changed file (Arrow's own exceptions are ValueErrors).
@@ -46,7 +46,7 @@ def load_or_build(
         in_parent = bool(error.filename) and Path(error.filename) in folder.parents  # for example below /proc
         if error.errno not in WRITE_ERRORS and not in_parent:
             raise
-        raise _describe_unwritable(folder.parent, error) from error
+        raise _build_unwritable_error(folder.parent, error) from error
 
 
 def _try_load(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Loaded | None, Exception | None]:
@@ -92,7 +92,7 @@ def _build_locked(
 def _describe_file(path: Path) -> list[int | str]:
     """Return a file's entry in the manifest: its size and, unless it is large, its digest."""
     size = path.stat().st_size
-    if size > CHECKED_BYTES:
+    if size > MAX_DIGEST_BYTES:
         return [size, ""]
     with path.open("rb") as stream:
         return [size, hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()]
@@ -102,7 +102,7 @@ def digest_json(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def _describe_unwritable(folder: Path, error: OSError) -> UserError:
+def _build_unwritable_error(folder: Path, error: OSError) -> UserError:
     entry = Path(error.filename or folder)
     if error.errno in (errno.EACCES, errno.EPERM) and entry not in (folder, *folder.parents):
         return UserError(

@@ -21,7 +21,7 @@ from trainer.data.built_folder import digest_json, load_or_build
 from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.formats import UNPAIRED
 from trainer.data.grouping import DataStats, Sources, group_documents, read_columns
-from trainer.data.image_parts import FILE, get_stored_file, has_file_changed
+from trainer.data.image_parts import FILE_PREFIX, get_stored_file, has_file_changed
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.sources import compute_content_key
 from trainer.data.streams import inspect_stream, stream_samples
@@ -53,7 +53,7 @@ def prepare_data(
     cache_dir: Path,
     model_max_length: int | None,
     check: Callable[[DataStats], object] = lambda stats: None,
-    images: ImageReader | None = None,
+    image_reader: ImageReader | None = None,
 ) -> PreparedData:
     """Tokenize, mask, split and pack a dataset, or load the result from `cache_dir`.
 
@@ -69,7 +69,7 @@ def prepare_data(
     train: Sources = [(f"dataset.mix.{index}", source) for index, source in enumerate(section.mix)]
     train = train or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
-    encoder = DocumentEncoder(tokenizer, section, images)
+    encoder = DocumentEncoder(tokenizer, section, image_reader)
     streamed = train if section.streaming else []
     stored = [] if section.streaming else train
     _check_weights(streamed)
@@ -180,7 +180,7 @@ def _check_images(documents: pyarrow.Table) -> None:
     """Raise ValueError, which triggers a rebuild, if an image file has changed."""
     for chunk in documents.column("images").chunks:
         stored = chunk.flatten()
-        for reference in stored.filter(pc.starts_with(stored, FILE)).unique().to_pylist():
+        for reference in stored.filter(pc.starts_with(stored, FILE_PREFIX)).unique().to_pylist():
             if has_file_changed(reference):
                 raise ValueError(f"the image {get_stored_file(reference)} has changed")
 

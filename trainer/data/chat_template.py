@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trainer.config import UserError
 from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
-from trainer.data.image_parts import IMAGE
+from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.markers import TURN_KEY, ChatSpans, has_generation_blocks, mark_message, mark_template, parse_markers
 
 Message = dict[str, Any]
@@ -84,30 +84,35 @@ class ChatTemplate:
             problem = f"chat template {to_text(source)}: cannot be rendered ({error})"
             raise UserError(f"{problem}; fix the template, or set another one in dataset.chat_template") from None
 
-    def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **more: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **extra_variables: Any) -> str:
         """Render messages as text, ignoring their turn numbers.
 
-        `more` are additional template variables. Raises RenderError if the template rejects the messages.
+        `extra_variables` are additional template variables. Raises RenderError if the template rejects the messages.
         """
         if not messages:
             return ""
         chat = [{key: value for key, value in message.items() if key != TURN_KEY} for message in messages]
-        return self._render(chat, self.source, tools, more)
+        return self._render(chat, self.source, tools, extra_variables)
 
     def render_marked(
-        self, messages: Sequence[Message], tools: list[Message] | None = None, *, texts: bool = True, **more: Any
+        self,
+        messages: Sequence[Message],
+        tools: list[Message] | None = None,
+        *,
+        mark_texts: bool = True,
+        **extra_variables: Any,
     ) -> ChatSpans:
-        """Render numbered messages; return the text and the spans of turns and, if `texts` is set, their contents."""
+        """Render numbered messages; return the text and the spans of turns and, with `mark_texts`, their contents."""
         if not messages:
             return parse_markers("")
-        chat = [mark_message(message) if texts else message for message in messages]
-        return parse_markers(self._render(chat, self._marked_source, tools, more))
+        chat = [mark_message(message) if mark_texts else message for message in messages]
+        return parse_markers(self._render(chat, self._marked_source, tools, extra_variables))
 
     def _render(
-        self, chat: Sequence[Message], source: str, tools: list[Message] | None, more: Mapping[str, Any]
+        self, chat: Sequence[Message], source: str, tools: list[Message] | None, extra_variables: Mapping[str, Any]
     ) -> str:
         adapted = [self._adapt_message(message) for message in chat]
-        variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **more}
+        variables = {**self._tokenizer.special_tokens_map, "tools": tools, **self._variables, **extra_variables}
         try:
             # Not apply_chat_template, which removes None content that some templates need in tool calls.
             with _limit_rendering():
@@ -117,7 +122,7 @@ class ChatTemplate:
 
     def _adapt_message(self, message: Message) -> Message:
         adapted = dict(message)
-        if IMAGE in message["content"]:
+        if IMAGE_MARKER in message["content"]:
             adapted["content"] = _split_images(message["content"])
         elif message["role"] in self._list_content_roles:
             adapted["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
@@ -134,13 +139,13 @@ class ChatTemplate:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
-    def _probe(self, *messages: Message, tools: list[Message] | None = None, **more: Any) -> ChatSpans:
+    def _probe(self, *messages: Message, tools: list[Message] | None = None, **extra_variables: Any) -> ChatSpans:
         """Render messages, adding a tool definition if the template rejects them without one."""
         numbered = [{**message, TURN_KEY: index} for index, message in enumerate(messages)]
         try:
-            return self.render_marked(numbered, tools, **more)
+            return self.render_marked(numbered, tools, **extra_variables)
         except RenderError:
-            return self.render_marked(numbered, [_TOOL], **more)
+            return self.render_marked(numbered, [_TOOL], **extra_variables)
 
     def _detect_list_content_roles(self) -> None:
         """Detect the roles for which the template only accepts content as a list of parts."""
@@ -170,14 +175,14 @@ class ChatTemplate:
         self._call_content, self._call_arguments = "", dict
 
     def render_generation_prompt(
-        self, messages: Sequence[Message], tools: list[Message] | None, lead: str | None
+        self, messages: Sequence[Message], tools: list[Message] | None, answer_header: str | None
     ) -> str | None:
         """Return the generation prompt after numbered messages; None if the template rejects them.
 
-        Prompts are cached by the last role, the presence of tools, and `lead`: the text before the next answer, if
-        known.
+        Prompts are cached by the last role, the presence of tools, and `answer_header`: the text before the next
+        answer, if known.
         """
-        key = (messages[-1]["role"] if messages else "", bool(tools), lead)
+        key = (messages[-1]["role"] if messages else "", bool(tools), answer_header)
         if key not in self._prompts:
             if len(self._prompts) > 1000:  # every conversation may have a different lead
                 self._prompts.clear()
@@ -223,7 +228,7 @@ class ChatTemplate:
     @property
     def default_prompt(self) -> str:
         """The generation prompt after a question or, if the template has none, the text before every answer."""
-        return self.question_prompt or self._fixed_header
+        return self.question_generation_prompt or self._fixed_header
 
     @cached_property
     def writes_parallel_calls(self) -> bool:
@@ -236,7 +241,7 @@ class ChatTemplate:
             return True  # the template itself rejects such turns
 
     @cached_property
-    def question_prompt(self) -> str:
+    def question_generation_prompt(self) -> str:
         try:
             return self._probe_generation_prompt([_QUESTION], None)
         except RenderError:
@@ -252,18 +257,18 @@ class ChatTemplate:
         return header if header.strip() else ""
 
     @cached_property
-    def closings(self) -> dict[bool, str]:
+    def answer_end_tokens(self) -> dict[bool, str]:
         """Tokens that end answers without tool calls (key False) and with tool calls (key True).
 
         Each one is the last token of the answer's turn or the first token of the next turn, with any whitespace
         before it. It is empty if neither exists.
         """
         return {
-            False: self._find_closing(_QUESTION, _ANSWER, _QUESTION),
-            True: self._find_closing(_QUESTION, _CALL, _RESULT),
+            False: self._find_answer_end_token(_QUESTION, _ANSWER, _QUESTION),
+            True: self._find_answer_end_token(_QUESTION, _CALL, _RESULT),
         }
 
-    def _find_closing(self, *messages: Message) -> str:
+    def _find_answer_end_token(self, *messages: Message) -> str:
         try:
             marked = self._probe(*messages)
         except RenderError:
@@ -288,25 +293,32 @@ class ChatTemplate:
         """Return the added token at the end of a span, ignoring trailing whitespace."""
         return self._match_token_before(text, start, start + len(text[start:end].rstrip()))
 
-    def find_token_after(self, text: str, at: int) -> tuple[str, int]:
-        """Return the added token at `at`, after any whitespace, and its end position; ("", at) if there is none."""
-        begin = len(text) - len(text[at:].lstrip())
+    def find_token_after(self, text: str, position: int) -> tuple[str, int]:
+        """Return the added token at `position`, after any whitespace, and its end; ("", position) if there is none."""
+        begin = len(text) - len(text[position:].lstrip())
         token = self._match_token_at(text, begin)
-        return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", at)
+        return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", position)
 
     def _match_token_before(self, text: str, start: int, end: int) -> str:
         """Return the longest added token that ends at `end`, or ""."""
         lengths = (n for n in self._added_lengths if n <= end - start)
         return next((text[end - n : end] for n in lengths if text[end - n : end] in self._added), "")
 
-    def _match_token_at(self, text: str, at: int) -> str:
-        """Return the longest added token that begins at `at`, or ""."""
-        return next((text[at : at + n] for n in self._added_lengths if text[at : at + n] in self._added), "")
+    def _match_token_at(self, text: str, position: int) -> str:
+        """Return the longest added token that begins at `position`, or ""."""
+        return next(
+            (
+                text[position : position + n]
+                for n in self._added_lengths
+                if text[position : position + n] in self._added
+            ),
+            "",
+        )
 
 
 def _split_images(text: str) -> list[Message]:
     parts: list[Message] = []
-    for number, piece in enumerate(text.split(IMAGE)):
+    for number, piece in enumerate(text.split(IMAGE_MARKER)):
         parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
     return parts
 

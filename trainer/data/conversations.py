@@ -12,14 +12,16 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
 from trainer.data.chat_template import ChatTemplate, Message, RenderError
-from trainer.data.image_parts import IMAGE
-from trainer.data.markers import TURN_KEY, Spans, find_thoughts, split_reasoning
+from trainer.data.image_parts import IMAGE_MARKER
+from trainer.data.markers import TURN_KEY, Spans, find_reasoning_spans, split_reasoning
 from trainer.data.records import Conversation
 from trainer.data.source_files import read_template
 from trainer.data.tokens import NO_END_TOKEN, EncodedDocument, Span, WeightedSpan, encode_spans
-from trainer.data.vision import FIRST_FRAME, ImageReader, replace_spans
+from trainer.data.vision import FIRST_FRAME, ImageReader, apply_edits
 
-FIX = "set dataset.chat_template to a template with {% generation %} blocks around answers, or dataset.train_on: all"
+CHAT_TEMPLATE_FIX = (
+    "set dataset.chat_template to a template with {% generation %} blocks around answers, or dataset.train_on: all"
+)
 # How warnings describe the parts of a record that a template drops.
 DROPPED_REASONING = "reasoning that the chat template drops; see dataset.chat_template_kwargs"
 DROPPED_SYSTEM = "a system turn that the chat template drops; see dataset.chat_template"
@@ -83,7 +85,7 @@ class ChatEncoder:
 
     The loss on an assistant turn starts at the end of the generation prompt, where the model starts at inference, and
     includes the end-of-turn token. For other roles in `train_on`, it covers the text and the end-of-turn token, but not
-    the tags around the text. With `mask_thoughts`, it excludes reasoning. Raises UserError if a template does not
+    the tags around the text. With `mask_reasoning`, it excludes reasoning. Raises UserError if a template does not
     compile.
     """
 
@@ -96,10 +98,10 @@ class ChatEncoder:
         variables: Mapping[str, Any] | None = None,
         tool_template: str | None = None,
         *,
-        mask_thoughts: bool = False,
-        images: ImageReader | None = None,
+        mask_reasoning: bool = False,
+        image_reader: ImageReader | None = None,
     ) -> None:
-        self.tokenizer, self._mask_thoughts, self._images = tokenizer, mask_thoughts, images
+        self.tokenizer, self._mask_thoughts, self._images = tokenizer, mask_reasoning, image_reader
         self.train_on = frozenset(train_on)
         self.system_prompt = system_prompt
         sources = (template, tool_template or template)
@@ -131,7 +133,7 @@ class ChatEncoder:
             rendered.check_texts()
             rendered.find_spans(self.train_on, conversation.weights)
             if self._mask_thoughts:
-                rendered.mask_thoughts()
+                rendered.mask_reasoning()
             rendered.check_end()
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
@@ -152,7 +154,7 @@ class _RenderedChat:
         self._marked = template.render_marked(chat, tools)
         self._texts_are_marked = self._marked.text == self.text
         if not self._texts_are_marked:  # the template inspects the texts
-            self._marked = template.render_marked(chat, tools, texts=False)
+            self._marked = template.render_marked(chat, tools, mark_texts=False)
 
     def check_texts(self) -> None:
         """Warn if the template drops reasoning or system turns. Raise UserError if it drops anything else."""
@@ -170,13 +172,13 @@ class _RenderedChat:
             elif role == "system":
                 self.warnings[DROPPED_SYSTEM] = None
             else:
-                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {CHAT_TEMPLATE_FIX}")
 
     def _is_rendered(self, text: str, turn: int, marked: Spans) -> bool:
         core = text.strip()
         if self._texts_are_marked or not core:
             return not core or turn in marked
-        pieces = [piece.strip() for piece in core.split(IMAGE)]
+        pieces = [piece.strip() for piece in core.split(IMAGE_MARKER)]
         return all(piece in self.text or json.dumps(piece, ensure_ascii=False)[1:-1] in self.text for piece in pieces)
 
     def find_spans(self, train_on: frozenset[str], weights: Mapping[int, float]) -> None:
@@ -185,7 +187,9 @@ class _RenderedChat:
             self.spans = [(0, len(self.text), 1.0)]
             return
         if self._marked.text != self.text or (train_on - {"assistant"} and not self._texts_are_marked):
-            raise UserError(f"{self._origin}: cannot locate the turns in the output of this chat template; {FIX}")
+            raise UserError(
+                f"{self._origin}: cannot locate the turns in the output of this chat template; {CHAT_TEMPLATE_FIX}"
+            )
         for index, message in enumerate(self._chat):
             role, turn = message["role"], message[TURN_KEY]
             weight = weights.get(turn, 1.0)
@@ -198,17 +202,17 @@ class _RenderedChat:
             elif blocks:
                 trained = self._find_answer(index, blocks)
             elif message["content"].strip() or message.get("tool_calls"):
-                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {FIX}")
+                raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {CHAT_TEMPLATE_FIX}")
             self.spans += [(start, end, weight) for start, end in trained if start < end]
         self.spans.sort()
 
-    def mask_thoughts(self) -> None:
+    def mask_reasoning(self) -> None:
         """Exclude reasoning from training. Raises UserError if it cannot be located in the rendered text."""
         has_thoughts = any("</think>" in str(turn) or "reasoning_content" in turn for turn in self._chat)
         if has_thoughts and not self._texts_are_marked:
             problem = "dataset.thinking: mask cannot locate the reasoning in this chat template"
-            raise UserError(f"{self._origin}: {problem}; {FIX}")
-        for first, last in find_thoughts(self._marked):
+            raise UserError(f"{self._origin}: {problem}; {CHAT_TEMPLATE_FIX}")
+        for first, last in find_reasoning_spans(self._marked):
             parts = [((a, min(b, first), weight), (max(a, last), b, weight)) for a, b, weight in self.spans]
             self.spans = [span for pair in parts for span in pair if span[0] < span[1]]
 
@@ -220,7 +224,7 @@ class _RenderedChat:
     def insert_images(self, reader: ImageReader, images: Sequence[bytes]) -> None:
         """Replace image placeholders with the images' tokens, which are excluded from the loss."""
         edits, is_animated = reader.build_edits(self.text, images, self._origin)
-        self.text, self.spans = replace_spans(self.text, self.spans, edits)
+        self.text, self.spans = apply_edits(self.text, self.spans, edits)
         if is_animated:
             self.warnings[FIRST_FRAME] = None
 
@@ -271,13 +275,13 @@ class _RenderedChat:
         # A prompt may contain the start of an answer, such as <think>, that this turn lacks.
         common = self._template.measure_common_header(prompt, self.text[start:last])
         # Some templates add a generation prompt after questions, but not after tool results in the model's turn.
-        has_no_prompt = observed == "" and self._template.question_prompt
+        has_no_prompt = observed == "" and self._template.question_generation_prompt
         return start + common if common or has_no_prompt or first is None else first
 
     def _close_answer(self, index: int, start: int, end: int) -> int:
         """Return the offset just past an answer's end-of-turn token; append the token to the text if it is missing."""
         token, stop = self._template.find_end_of_answer(self.text, start, end)
-        closing = self._template.closings["tool_calls" in self._chat[index]]
+        closing = self._template.answer_end_tokens["tool_calls" in self._chat[index]]
         if token in self._template.special or not closing or self.text[stop:].strip() or closing.strip() == token:
             return stop
         self.text = self.text[:stop] + closing

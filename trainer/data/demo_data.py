@@ -24,10 +24,10 @@ from trainer.contract.whole_files import apply_umask
 # Increment when the records change, so that an older cache is not reused.
 DATA_VERSION = 1
 # One function name in 32 is held out: 224 of 6,653 records with Python 3.11.7.
-HELD_OUT = 32
+HELD_OUT_DIVISOR = 32
 # Longer records are omitted: batches are padded to their longest record, and padding costs time.
 MAX_CHARACTERS = 400
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 Example = dict[str, list[dict[str, str]]]
 
@@ -60,7 +60,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> None:
 def _write_splits(folder: Path) -> None:
     splits: dict[str, list[Example]] = {"train": [], "eval": []}
     for name, example in list_stdlib_examples(Path(sysconfig.get_path("stdlib"))):
-        splits["eval" if _hash(name) % HELD_OUT == 0 else "train"].append(example)
+        splits["eval" if _hash(name) % HELD_OUT_DIVISOR == 0 else "train"].append(example)
     for split, examples in splits.items():
         # In source order, a short evaluation would cover only one module. Order by hash is the same on all machines.
         examples.sort(key=lambda example: _hash(example["messages"][0]["content"]))
@@ -82,7 +82,7 @@ def list_stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if NOT_LIBRARY.intersection(relative.parts):
+        if EXCLUDED_FOLDERS.intersection(relative.parts):
             continue
         module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
         for owner, function in _find_documented_functions(path):

@@ -27,7 +27,7 @@ from trainer.data.records import Conversation, PlainText, find_prompt_format, fl
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row
-from trainer.data.tokens import EncodedDocument, detect_leading_token, encode_texts
+from trainer.data.tokens import EncodedDocument, detect_bos_token_id, encode_texts
 from trainer.data.vision import ImageReader
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 _COLUMNS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("columns.yaml")).tree
 LISTS, VALUES = _COLUMNS["lists"], _COLUMNS["values"]
 """Column types of tokenized documents; columns.yaml describes the columns."""
-ROWS_AT_ONCE = 512
+ENCODING_BATCH_SIZE = 512
 Example = Conversation | PlainText | Pair | LabeledAnswer
 # A token to predict, and the token before it.
-SHORTEST_PART = 2
+MIN_PART_TOKENS = 2
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class DocumentEncoder:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, section: DatasetSection, images: ImageReader | None = None
+        self, tokenizer: PreTrainedTokenizerBase, section: DatasetSection, image_reader: ImageReader | None = None
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 f"model.tokenizer={tokenizer.name_or_path}: is a slow tokenizer, which does not return character "
                 "offsets of tokens; use a fast tokenizer"
             )
-        self.tokenizer, self.images = tokenizer, images
+        self.tokenizer, self.images = tokenizer, image_reader
         self.max_length = section.max_length
         self.too_long = section.too_long
         self.train_on = frozenset("assistant" if role == "last" else role for role in section.train_on)
@@ -84,13 +84,13 @@ class DocumentEncoder:
                 section.system_prompt,
                 build_template_variables(section),
                 for_tools,
-                mask_thoughts=section.thinking == "mask",
-                images=images,
+                mask_reasoning=section.thinking == "mask",
+                image_reader=image_reader,
             )
         self.system_prompt = section.system_prompt
         self.skips_bad_records = section.on_bad_record == "skip"
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._bos_id = detect_leading_token(tokenizer)
+        self._bos_id = detect_bos_token_id(tokenizer)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def detect_format(
@@ -110,10 +110,10 @@ class DocumentEncoder:
         return detect_format(source, fields, records[0], label, has_chat_template=self.chat is not None), records[0]
 
     def encode_rows(
-        self, rows: Sequence[Mapping[str, Any]], first: int, fmt: RecordFormat, label: str
+        self, rows: Sequence[Mapping[str, Any]], first_index: int, fmt: RecordFormat, label: str
     ) -> dict[str, list[Any]]:
-        """Return the columns (columns.yaml) for consecutive rows of a source; `first` is the index of the first row."""
-        origins = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
+        """Return the columns (columns.yaml) for consecutive rows of a source. `first_index`: that of the first row."""
+        origins = [f"{label}, record {first_index + index + 1}" for index in range(len(rows))]
         try:
             return self._encode_columns(rows, fmt, origins)
         except UserError:
@@ -210,15 +210,15 @@ class DocumentEncoder:
             weights |= dict.fromkeys(answers[:-1], 0.0)
         return replace(example, messages=messages, weights=weights)
 
-    def build_report(self, label: str, fmt: RecordFormat, first: Mapping[str, Any], rows: Any) -> SourceReport:
-        problems = rows.column("problem").drop_null().to_pylist()
-        total = len(rows.column("problem")) - pc.sum(rows.column("continued")).as_py()
+    def build_report(self, label: str, fmt: RecordFormat, first_record: Mapping[str, Any], table: Any) -> SourceReport:
+        problems = table.column("problem").drop_null().to_pylist()
+        total = len(table.column("problem")) - pc.sum(table.column("continued")).as_py()
         if total == len(problems):
             raise UserError(problems[0])
         notes = [fmt.note]
         if self.system_prompt and fmt.name == "completion":
             notes.append(f"warning: {label}: texts have no prompt, so dataset.system_prompt is not used")
-        counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
+        counts = pc.value_counts(pc.list_flatten(table.column("unread"))).to_pylist()
         unread = {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
         warnings = {phrase: unread.pop(phrase) for phrase in RECORD_WARNINGS if phrase in unread}
         if unread:
@@ -228,7 +228,7 @@ class DocumentEncoder:
             notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
         if problems:
             notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
-        text = find_prompt_format(fmt, first)
+        text = find_prompt_format(fmt, first_record)
         if text is not None and self.chat is not None and fmt.name == "prompt_completion":
             fields = f"{{instruction: {fmt.names['prompt']}, output: {fmt.names['completion']}}}"
             notes.append(
@@ -248,7 +248,7 @@ class DocumentEncoder:
         """
         for example, document in zip(examples, documents, strict=True):
             is_text = isinstance(example, PlainText) and not example.prompt
-            if self.too_long != "split" or not is_text or self.max_length < SHORTEST_PART:
+            if self.too_long != "split" or not is_text or self.max_length < MIN_PART_TOKENS:
                 yield example, document, isinstance(example, LabeledAnswer) and example.is_second_answer
                 continue
             ids, weights = document.input_ids, document.loss_weights
@@ -311,7 +311,7 @@ def encode_source(
     scratch = file.with_suffix(".records")
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
-    fmt, first = encoder.detect_format(source, list(records.take(ROWS_AT_ONCE)), label)
+    fmt, first = encoder.detect_format(source, list(records.take(ENCODING_BATCH_SIZE)), label)
     environment, count = os.environ, min(workers, len(records))
     # With a handler installed, CPython loses a signal that reaches a forked worker before its first instruction. A pool
     # that terminates its workers because one has failed would then wait forever.
@@ -320,7 +320,7 @@ def encode_source(
         documents = records.map(
             _encode_batch,
             batched=True,
-            batch_size=ROWS_AT_ONCE,
+            batch_size=ENCODING_BATCH_SIZE,
             with_indices=True,
             remove_columns=records.column_names,
             features=Features(columns),

@@ -39,20 +39,25 @@ class RecordFormat:
 
 
 def detect_format(
-    source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, *, has_chat_template: bool
+    source: SourceSection,
+    columns: Sequence[str],
+    first_record: Mapping[str, Any],
+    label: str,
+    *,
+    has_chat_template: bool,
 ) -> RecordFormat:
     """Determine a source's format from the configuration, the column names and the first record.
 
     Raises UserError if the fields match no format, or do not match the configured format.
     """
     format_ = "custom" if source.format == "auto" and source.template else source.format
-    lists = [name for name, value in first.items() if isinstance(value, list) and {*map(type, value)} == {str}]
-    if lists and len(lists) == len(first) and not {*lists} & {*TURN_LISTS}:
+    lists = [name for name, value in first_record.items() if isinstance(value, list) and {*map(type, value)} == {str}]
+    if lists and len(lists) == len(first_record) and not {*lists} & {*TURN_LISTS}:
         where = f"{label}.path={to_text(source.path)}, record 1"
         raise UserError(f"{where}: each field is a list ({join_names(columns)}); {ONE_RECORD_PER_LINE}")
     _check_fields(source, format_, columns, label)
     if format_ == "auto":
-        fmt = _detect_auto(source, columns, first, label)
+        fmt = _detect_from_fields(source, columns, first_record, label)
     else:
         fmt = _read_configured_format(source, format_, columns, label)
     path = Path(source.path or ".").expanduser()
@@ -82,7 +87,9 @@ def _read_configured_format(source: SourceSection, format_: str, columns: Sequen
     )
 
 
-def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str) -> RecordFormat:
+def _detect_from_fields(
+    source: SourceSection, columns: Sequence[str], first_record: Mapping[str, Any], label: str
+) -> RecordFormat:
     renamed = {name: column for name, column in source.fields.items() if column in columns}
     present = {column: column for column in columns if column not in renamed.values()} | renamed
 
@@ -94,14 +101,14 @@ def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[s
 
     configured = bool({"chosen", "rejected"} & set(source.fields))
     if configured or not source.fields:
-        if names := _find_preference_names(present, first, label, configured=configured):
+        if names := _find_preference_names(present, first_record, label, configured=configured):
             return build_format(PREFERENCE, names)
-    if isinstance(first.get(present.get("label", "")), bool) and present.keys() & {
+    if isinstance(first_record.get(present.get("label", "")), bool) and present.keys() & {
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
         return build_format(UNPAIRED, {"label": present["label"]})
     for name in TURN_LISTS:
-        turns = first.get(present[name]) if name in present else None
+        turns = first_record.get(present[name]) if name in present else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
             if source.fields.get("role", "role") in turns[0]:
                 return build_format("messages", {"messages": present[name]})
@@ -117,7 +124,9 @@ def _detect_auto(source: SourceSection, columns: Sequence[str], first: Mapping[s
     for format_, names in _TABLES["common_names"]:
         if all(column in present for column in names.values()):
             return build_format(format_, {name: present[column] for name, column in names.items()})
-    lists = [name for name, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    lists = [
+        name for name, value in first_record.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
     if lists and not source.fields and not {*TURN_LISTS} & {*columns}:
         problem = f"is a mapping of lists ({join_names(lists)}), not a list of records"
         fix = f"{ONE_RECORD_PER_LINE}, or name the list of turns in {label}.fields, e.g. {{messages: {lists[0]}}}"
@@ -130,7 +139,7 @@ def _map_roles(source: SourceSection) -> dict[str, str]:
 
 
 def _find_preference_names(
-    present: Mapping[str, str], first: Mapping[str, Any], label: str, *, configured: bool
+    present: Mapping[str, str], first_record: Mapping[str, Any], label: str, *, configured: bool
 ) -> dict[str, str] | None:
     """Return the names of a preference record's fields; None if the record is not a preference record.
 
@@ -142,7 +151,7 @@ def _find_preference_names(
     chosen = next((name for name in CHOSEN if name in present), None)
     names = {name: present[name] for name in OPTIONAL[PREFERENCE] if name in present}
     for name in () if configured else ("messages", "conversations"):
-        turns = first.get(names.get(name, ""))
+        turns = first_record.get(names.get(name, ""))
         last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
         if {last.get("role"), last.get("from")} & {"assistant", "gpt"}:
             return None

@@ -14,14 +14,14 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import format_count, to_text
 
 # Fractions of documents above which the user is warned.
-WARNED_FRACTION = 0.01
+WARNING_THRESHOLD = 0.01
 MANY_COPIES = 0.05
 # Limits on a source's weight: repeats per document, and total number of documents (8 bytes each).
 MAX_REPEATS = 1000
 MAX_DOCUMENTS = 200_000_000
 
 Sources = list[tuple[str, SourceSection]]
-Index = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 Columns = dict[str, NDArray[Any]]
 
 
@@ -82,14 +82,14 @@ class DataStats:
         cut = " by removing the beginning of their prompts" * bool(self.pairs)
         leaks = "held-out documents are also in the training data, so the held-out loss is too low"
         problems = (
-            (self.truncated, self.documents, WARNED_FRACTION, f"{self._unit}s are truncated to fit {limit}{cut}"),
-            (self.dropped, self.records, WARNED_FRACTION, "records are dropped because they have no trained tokens"),
-            (self.too_long, self.records, WARNED_FRACTION, f"records are dropped because they exceed {limit}"),
+            (self.truncated, self.documents, WARNING_THRESHOLD, f"{self._unit}s are truncated to fit {limit}{cut}"),
+            (self.dropped, self.records, WARNING_THRESHOLD, "records are dropped because they have no trained tokens"),
+            (self.too_long, self.records, WARNING_THRESHOLD, f"records are dropped because they exceed {limit}"),
             (self.copies, self.documents, MANY_COPIES, "documents are exact copies of others"),
-            (held_out.copies, held_out.documents, WARNED_FRACTION, leaks),
+            (held_out.copies, held_out.documents, WARNING_THRESHOLD, leaks),
         )
         warnings = []
-        if self.empty > WARNED_FRACTION * self.answers:
+        if self.empty > WARNING_THRESHOLD * self.answers:
             warnings.append(f"{self.empty:,} of {self.answers:,} answers are empty; they teach the model not to answer")
         if self.control:
             warnings.append(
@@ -127,8 +127,8 @@ def read_columns(documents: Table) -> Columns:
 class Grouping:
     """A grouping of documents into samples: sample i has the documents `members[starts[i]:starts[i + 1]]`."""
 
-    starts: Index
-    members: Index
+    starts: IntArray
+    members: IntArray
 
 
 def group_documents(
@@ -149,7 +149,7 @@ def group_documents(
     is_held_record = np.zeros(records, dtype=bool)
     is_held_record[generator.permutation(records)[: count_held_out(section, records)]] = True
     is_held = is_held_record[record]
-    members: list[Index] = []
+    members: list[IntArray] = []
     first = 0
     for (label, source), part in zip(sources, train, strict=True):
         if part["answers"].any() and part["empty"].sum() == part["answers"].sum():
@@ -184,7 +184,7 @@ def count_held_out(section: DatasetSection, total: int) -> int:
     return count
 
 
-def repeat_by_weight(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
+def repeat_by_weight(members: IntArray, weight: float, generator: np.random.Generator, label: str) -> IntArray:
     """Return each member floor(weight) times, and a random subset once more for the fractional part of the weight.
 
     Raises UserError for a weight that results in no documents, or in too many.
@@ -206,7 +206,7 @@ def repeat_by_weight(members: Index, weight: float, generator: np.random.Generat
 
 
 def _build_samples(
-    section: DatasetSection, columns: Columns, records: Index, members: Index, label: str
+    section: DatasetSection, columns: Columns, records: IntArray, members: IntArray, label: str
 ) -> tuple[Grouping, DataStats]:
     if len(records) and not len(members):
         raise _build_no_targets_error(section, columns, records, label)
@@ -247,7 +247,7 @@ def _build_samples(
     )
 
 
-def _build_no_targets_error(section: DatasetSection, columns: Columns, records: Index, label: str) -> UserError:
+def _build_no_targets_error(section: DatasetSection, columns: Columns, records: IntArray, label: str) -> UserError:
     if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
         renamed = any(source.roles for source in (section, *section.mix))
@@ -263,7 +263,7 @@ def _build_no_targets_error(section: DatasetSection, columns: Columns, records: 
     return UserError(f"{length}: cuts all trained tokens of {count}; raise max_length, or set dataset.too_long: split")
 
 
-def _concatenate(parts: Sequence[Index]) -> Index:
+def _concatenate(parts: Sequence[IntArray]) -> IntArray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 

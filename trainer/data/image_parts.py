@@ -16,14 +16,14 @@ from trainer.config.errors import format_count
 from trainer.config.files import read_bytes
 from trainer.data.formats import RecordFormat, describe_type
 
-IMAGE = "\ufdd2"
+IMAGE_MARKER = "\ufdd2"
 """Placeholder for an image in a turn's text: a noncharacter, which no valid text contains."""
 PLACEHOLDER = "<image>"
 """Image placeholder in the formats of LLaVA, LLaMA-Factory and others."""
 PART_TYPES = ("image", "image_url", "input_image")
-SOURCES = ("bytes", "base64", "data", "image_url", "url", "path", "image")
+IMAGE_KEYS = ("bytes", "base64", "data", "image_url", "url", "path", "image")
 """Keys of a part, or of an image's record, that may contain the image, in order of precedence."""
-FILE = b"file:"
+FILE_PREFIX = b"file:"
 THUMBNAIL, THUMBNAIL_START = 224, "data:image/jpeg;base64,"
 HIGH_DEPTH_MODES = ("I", "F")
 """First letters of the Pillow modes with values above 255, which conversion to RGB would clip."""
@@ -42,14 +42,14 @@ class ImageParts:
 
     def read_part(self, part: Mapping[str, Any]) -> str:
         self._values.append(_select_source(part))
-        return IMAGE
+        return IMAGE_MARKER
 
     def replace_placeholders(self, text: str) -> str:
-        """Replace `<image>` in a string with IMAGE if the record has a list of images."""
-        if self._name is None or IMAGE in text or PLACEHOLDER not in text:
+        """Replace `<image>` in a string with IMAGE_MARKER if the record has a list of images."""
+        if self._name is None or IMAGE_MARKER in text or PLACEHOLDER not in text:
             return text
         self._values += [None] * text.count(PLACEHOLDER)
-        return text.replace(PLACEHOLDER, IMAGE)
+        return text.replace(PLACEHOLDER, IMAGE_MARKER)
 
     def encode_images(self, origin: str) -> tuple[bytes, ...]:
         """Return each image's bytes or file reference (see `encode_image`), in order.
@@ -92,7 +92,9 @@ def encode_image(value: Any, folder: Path | None, origin: str) -> bytes:
     for path in (Path(folder or ".", name).expanduser(), Path(name).expanduser()):
         try:
             if path.is_file():
-                return f"{FILE.decode()}{path.stat().st_size}:{path.stat().st_mtime_ns}:{path.absolute()}".encode()
+                return (
+                    f"{FILE_PREFIX.decode()}{path.stat().st_size}:{path.stat().st_mtime_ns}:{path.absolute()}".encode()
+                )
         except (OSError, ValueError):  # base64 data is too long for a file name
             break
     if len(value) > 60 and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):
@@ -101,7 +103,7 @@ def encode_image(value: Any, folder: Path | None, origin: str) -> bytes:
 
 
 def _select_source(part: Mapping[str, Any]) -> Any:
-    return next((part[name] for name in SOURCES if part.get(name) is not None), None)
+    return next((part[name] for name in IMAGE_KEYS if part.get(name) is not None), None)
 
 
 def _decode_base64(text: str, origin: str) -> bytes:
@@ -113,7 +115,7 @@ def _decode_base64(text: str, origin: str) -> bytes:
 
 def read_stored_image(stored: bytes) -> tuple[bytes, str]:
     """Return a stored image's bytes and the path of its file ("" if the bytes themselves were stored)."""
-    if not stored.startswith(FILE):
+    if not stored.startswith(FILE_PREFIX):
         return stored, ""
     file = get_stored_file(stored)
     try:
@@ -141,7 +143,7 @@ def decode_image(data: bytes, name: str) -> Any:
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            reject_high_depth(image, name)
+            reject_high_bit_depth(image, name)
             upright = ImageOps.exif_transpose(image)
             if not upright.has_transparency_data:
                 return upright.convert("RGB")
@@ -159,7 +161,7 @@ def build_thumbnail(stored: bytes) -> str:
     return f"{THUMBNAIL_START}{base64.b64encode(file.getvalue()).decode()}"
 
 
-def reject_high_depth(image: Any, name: str) -> None:
+def reject_high_bit_depth(image: Any, name: str) -> None:
     """Raise UserError if the image has more than 8 bits per channel."""
     if image.mode[0] in HIGH_DEPTH_MODES:
         raise UserError(f"{name}: has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits")

@@ -27,7 +27,7 @@ _INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re
 _OPEN_TAG, _CLOSE_TAG = r"[<\[][\w:|]*think[\w:|]*[>\]]", r"[<\[]/[\w:|]*think[\w:|]*[>\]]"
 _OPENED, _CLOSED = re.compile(rf"\s*{_OPEN_TAG}\s*\Z", re.IGNORECASE), re.compile(rf"\s*{_CLOSE_TAG}\s*", re.IGNORECASE)
 _EMPTY_THOUGHT = re.compile(rf"(?:(?<!\s)\s*{_OPEN_TAG}\s*)?{_CLOSE_TAG}\s*", re.IGNORECASE)
-LONGEST_TAG = 40
+MAX_TAG_LENGTH = 40
 Spans = dict[int, list[tuple[int, int]]]
 
 
@@ -107,11 +107,11 @@ def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return stripped | ({"content": text.lstrip()} if any(thought) else {})
 
 
-def find_thoughts(marked: ChatSpans) -> list[tuple[int, int]]:
+def find_reasoning_spans(marked: ChatSpans) -> list[tuple[int, int]]:
     """Return the spans of reasoning blocks, even empty ones, with tags such as `<think>` and `[/THINK]`."""
     thoughts = [match.span() for match in _EMPTY_THOUGHT.finditer(marked.text)]
     for start, end in (span for spans in marked.reasoning.values() for span in spans):
-        before = _OPENED.search(marked.text[max(0, start - LONGEST_TAG) : start])
+        before = _OPENED.search(marked.text[max(0, start - MAX_TAG_LENGTH) : start])
         after = _CLOSED.match(marked.text, end)
         thoughts.append((start - len(before[0]) if before else start, after.end() if after else end))
     return thoughts

@@ -13,9 +13,9 @@ from trainer.data.records import (
     SingleExample,
     TrackedFields,
     build_alpaca_prompt,
-    prepend_system,
-    read_conversational_pair,
-    read_system,
+    join_prompt_and_completion,
+    prepend_system_prompt,
+    read_system_prompt,
 )
 from trainer.data.tokens import EncodedDocument
 
@@ -118,13 +118,13 @@ def _join_answer(
     name = fmt.names["completion"]
     turns, last = None, {"content": answer or ""}
     if answer and (chat or not (isinstance(prompt, str) and isinstance(answer, str))):
-        turns = read_conversational_pair(prompt, answer, fields, fmt, origin)
+        turns = join_prompt_and_completion(prompt, answer, fields, fmt, origin)
         last = turns.messages[-1]
     if last.get("role", "assistant") != "assistant":
         raise UserError(f"{origin}: {name} ends with a {last['role']} turn; add an answer, or remove the record")
     if not last["content"].strip() and not last.get("tool_calls"):
         raise UserError(f"{origin}: {name} is empty; add an answer, or remove the record")
-    return turns or PlainText(prepend_system(read_system(fields, fmt, origin) or system, prompt), answer)
+    return turns or PlainText(prepend_system_prompt(read_system_prompt(fields, fmt, origin) or system, prompt), answer)
 
 
 def _read_answer(record: Mapping[str, Any], name: str, origin: str) -> Any:
@@ -166,15 +166,18 @@ def _find_common_prefix(answers: Sequence[Any], origin: str) -> Any:
     return chosen[:equal]
 
 
-def _check_prompt(field_prompt: Any, common: Any, origin: str) -> None:
+def _check_prompt(field_prompt: Any, common_prompt: Any, origin: str) -> None:
     """Raise UserError if the answers' common prompt differs from the prompt field, or if there is neither."""
-    if not common and field_prompt in (None, []):
+    if not common_prompt and field_prompt in (None, []):
         raise UserError(f"{origin}: chosen and rejected have no common prompt; begin both with the same prompt")
     common_texts, field_texts = (
         {str(turn.get("content", turn.get("value", ""))).strip() for turn in turns if isinstance(turn, Mapping)}
-        for turns in (common, [{"content": field_prompt}] if isinstance(field_prompt, str) else field_prompt or ())
+        for turns in (
+            common_prompt,
+            [{"content": field_prompt}] if isinstance(field_prompt, str) else field_prompt or (),
+        )
     )
-    if isinstance(common, list) and not field_texts <= common_texts:
+    if isinstance(common_prompt, list) and not field_texts <= common_texts:
         raise UserError(f"{origin}: prompt differs from the prompt in chosen and rejected; remove prompt, or fix both")
 
 

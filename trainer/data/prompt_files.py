@@ -15,7 +15,7 @@ from trainer.data.text_files import get_data_suffix, parse_row
 Prompt = str | list[dict[str, Any]] | Conversation
 """A text, or the turns of a conversation up to the model's answer (Turns if it has tools)."""
 # Fields with a prompt or a conversation, in order of precedence.
-FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "text")
+PROMPT_FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "text")
 
 
 def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
@@ -46,7 +46,7 @@ def format_prompt(prompt: Prompt) -> str:
 
 
 def _read_prompt(record: dict[str, Any], origin: str) -> Prompt:
-    name = next((name for name in FIELDS if record.get(name)), None)
+    name = next((name for name in PROMPT_FIELDS if record.get(name)), None)
     if name is None:
         fields = join_names(field for field, value in record.items() if value)
         raise UserError(

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config import UserError
 from trainer.config.yaml_core import read_yaml
 from trainer.data.formats import REQUIRED, UNPAIRED, RecordFormat, describe_type, join_names
-from trainer.data.image_parts import IMAGE, PART_TYPES, ImageParts
+from trainer.data.image_parts import IMAGE_MARKER, PART_TYPES, ImageParts
 
 _NAMES: dict[str, str] = read_yaml(Path(__file__).with_name("roles.yaml")).tree
 ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
@@ -19,9 +19,9 @@ ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 WEIGHT_FIELDS = ("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable")
 MASK_FIELDS = ("mask", "masked")
 # Fields with the reasoning before an answer; most templates use the first name.
-REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Fields of tool calls and content parts that are never reported as unused.
-NO_TEXT = ("type", "index")
+IGNORED_FIELDS = ("type", "index")
 # Types of content parts that are text.
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 # Prompt formats (see `find_prompt_format`): for texts, and for prompts with completions.
@@ -38,7 +38,7 @@ class Conversation:
     unused_fields: tuple[str, ...] = field(default=(), compare=False)
     """Unused nonempty fields of the record and of its turns."""
     images: tuple[bytes, ...] = ()
-    """The image for each IMAGE in the texts (see `encode_image`)."""
+    """The image for each IMAGE_MARKER in the texts (see `encode_image`)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,10 @@ class TrackedFields(Mapping[str, Any]):
     def list_unused(self) -> tuple[str, ...]:
         nonempty = [name for name, value in self._values.items() if value not in (None, "", [], {})]
         inner = [
-            (name, field) for name, fields in self._inner for field in fields.list_unused() if field not in NO_TEXT
+            (name, field)
+            for name, fields in self._inner
+            for field in fields.list_unused()
+            if field not in IGNORED_FIELDS
         ]
         return (
             *(name for name in nonempty if name not in self._names_read),
@@ -113,10 +116,10 @@ def read_record(
     return replace(example, unused_fields=(*fields.list_unused(), *example.unused_fields))
 
 
-def find_prompt_format(fmt: RecordFormat, first: Mapping[str, Any]) -> str | None:
+def find_prompt_format(fmt: RecordFormat, first_record: Mapping[str, Any]) -> str | None:
     """Return the format string for a source's prompts, with `{system}` and `{prompt}`; None for conversations."""
     pair = fmt.names.values() if fmt.name in ("prompt_completion", UNPAIRED) else ()
-    turns = any(isinstance(first.get(name), list) for name in pair)
+    turns = any(isinstance(first_record.get(name), list) for name in pair)
     if turns or fmt.name in ("messages", "sharegpt") or (fmt.name == "alpaca" and fmt.alpaca_as_chat):
         return None
     if fmt.name == "alpaca":
@@ -146,13 +149,15 @@ def _read_example(
     if fmt.name == "prompt_completion":
         prompt, completion = record[fmt.names["prompt"]], record[fmt.names["completion"]]
         if isinstance(prompt, list) or isinstance(completion, list):
-            return read_conversational_pair(prompt, completion, record, fmt, origin)
+            return join_prompt_and_completion(prompt, completion, record, fmt, origin)
     if fmt.name == "completion":
         return PlainText("", _read_text(record, fmt.names["text"], origin))
     if fmt.name == "custom":
         return _fill_template(record, fmt, origin, system_prompt)
     prompt, completion = (_read_text(record, fmt.names[name], origin) for name in ("prompt", "completion"))
-    return PlainText(prepend_system(read_system(record, fmt, origin) or system_prompt, prompt), completion)
+    return PlainText(
+        prepend_system_prompt(read_system_prompt(record, fmt, origin) or system_prompt, prompt), completion
+    )
 
 
 def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None) -> PlainText:
@@ -165,11 +170,11 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, sy
         prompt = template.format_map(values)
     except (ValueError, LookupError, AttributeError) as error:
         raise UserError(f"{origin}: the template cannot be filled ({error}); write fields as {{name}}") from None
-    system = None if "system" in fmt.names else read_system(record, fmt, origin) or system_prompt
-    return PlainText(prepend_system(system, prompt), _read_text(record, fmt.names["completion"], origin))
+    system = None if "system" in fmt.names else read_system_prompt(record, fmt, origin) or system_prompt
+    return PlainText(prepend_system_prompt(system, prompt), _read_text(record, fmt.names["completion"], origin))
 
 
-def read_system(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str | None:
+def read_system_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str | None:
     """Return a record's system prompt from the field in `fields.system` (or `system`), else from `system_prompt`."""
     for name in (fmt.names.get("system", "system"), "system_prompt"):
         if record.get(name):
@@ -181,7 +186,7 @@ def _insert_system(
     messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, origin: str
 ) -> list[str]:
     """Insert the record's system prompt, or return its field if the turns begin with a different system turn."""
-    system = read_system(record, fmt, origin)
+    system = read_system_prompt(record, fmt, origin)
     if system and messages and messages[0]["role"] == "system":
         return [] if messages[0]["content"] == system else [fmt.names.get("system", "system")]
     if system:
@@ -189,11 +194,11 @@ def _insert_system(
     return []
 
 
-def prepend_system(system: str | None, prompt: str) -> str:
+def prepend_system_prompt(system: str | None, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system else prompt
 
 
-def read_conversational_pair(
+def join_prompt_and_completion(
     prompt: Any, completion: Any, record: Mapping[str, Any], fmt: RecordFormat, origin: str
 ) -> Conversation:
     """Join prompt and completion (strings or turns) into a conversation that trains only on the completion."""
@@ -252,7 +257,9 @@ def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: st
 def _read_alpaca(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None) -> SingleExample:
     prompt, output = build_alpaca_prompt(record, fmt, origin), _read_text(record, fmt.names["output"], origin)
     if not fmt.alpaca_as_chat:
-        return PlainText(prepend_system(read_system(record, fmt, origin) or system_prompt, prompt), output)
+        return PlainText(
+            prepend_system_prompt(read_system_prompt(record, fmt, origin) or system_prompt, prompt), output
+        )
     turns: list[dict[str, Any]] = []
     for pair in record.get(fmt.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
@@ -291,7 +298,7 @@ def _read_message(
         others = join_names(key for key, value in turn.items() if value)
         raise UserError(f"{origin}: the {role} turn has no {keys[1]}, but {others}; add the field, or remove the turn")
     message["content"] = images.replace_placeholders(_read_content(content, keys[1], origin, images))
-    if role == "assistant" and IMAGE in message["content"]:
+    if role == "assistant" and IMAGE_MARKER in message["content"]:
         raise UserError(f"{origin}: an assistant turn has an image, but answers are text; move it to a user turn")
     if calls:
         calls = turn.wrap("tool_calls", _read_list(calls, "tool_calls", origin))
@@ -299,12 +306,12 @@ def _read_message(
     for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
             message[key] = turn[key]
-    reasoning = next((turn[key] for key in REASONING if turn.get(key)), None)
-    return message | ({REASONING[0]: _read_content(reasoning, "reasoning", origin)} if reasoning else {})
+    reasoning = next((turn[key] for key in REASONING_FIELDS if turn.get(key)), None)
+    return message | ({REASONING_FIELDS[0]: _read_content(reasoning, "reasoning", origin)} if reasoning else {})
 
 
-def _read_weights(turns: Sequence[Mapping[str, Any]], origin: str, first: int) -> dict[int, float]:
-    """Return the weights below 1 by turn number, starting at `first`. Raises UserError for weights outside [0, 1]."""
+def _read_weights(turns: Sequence[Mapping[str, Any]], origin: str, first_turn: int) -> dict[int, float]:
+    """Return the weights below 1 by turn number, starting at `first_turn`. Raises UserError outside [0, 1]."""
     weights: dict[int, float] = {}
     for index, turn in enumerate(turns):
         for name in (*WEIGHT_FIELDS, *MASK_FIELDS):
@@ -315,12 +322,12 @@ def _read_weights(turns: Sequence[Mapping[str, Any]], origin: str, first: int) -
                 raise UserError(f"{origin} {index + 1}: {name}={value!r}: must be true, false or a weight from 0 to 1")
             weight = 1.0 - value if name in MASK_FIELDS else float(value)
             if weight < 1:
-                weights[first + index] = min(weight, weights.get(first + index, 1.0))
+                weights[first_turn + index] = min(weight, weights.get(first_turn + index, 1.0))
     return weights
 
 
 def _read_content(content: Any, key: str, origin: str, images: ImageParts | None = None) -> str:
-    """Return a message's content as a string, joining OpenAI's parts with IMAGE in place of each image."""
+    """Return a message's content as a string, joining OpenAI's parts with IMAGE_MARKER in place of each image."""
     if isinstance(content, list):
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):

@@ -23,14 +23,14 @@ from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
 from trainer.data.built_folder import DISK_FULL
 from trainer.data.source_files import READERS, describe_missing_split, describe_source, find_data_files
-from trainer.data.text_files import LFS_POINTER, RAW, get_data_suffix, is_lfs_pointer, read_raw_records
+from trainer.data.text_files import LFS_POINTER, RAW_COLUMN, get_data_suffix, is_lfs_pointer, read_raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 
 _PART = re.compile(r"^\s*([\w.-]+)\s*(\[.*\])?(\(\w+\))?\s*$")
-_NAME = re.compile(r"\w[\w.-]*")
+_SPLIT_NAME = re.compile(r"\w[\w.-]*")
 HUB_TIMEOUT_S = 4.0
 _COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 
@@ -180,7 +180,7 @@ def _read_files(
         if kind == "parquet":
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
         arguments = {"files": names, "kind": kind, "where": where, "text_mode": source.text_mode}
-        features = Features({RAW: Value("string")})
+        features = Features({RAW_COLUMN: Value("string")})
         if streaming:
             return IterableDataset.from_generator(read_raw_records, features=features, gen_kwargs=arguments)
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -302,7 +302,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
 
 def parse_split_names(split: str, label: str) -> list[str]:
     """Return the names in a split, such as `a` and `b` in a[:10]+b. Raises UserError if the split is malformed."""
-    if _NAME.fullmatch(split):
+    if _SPLIT_NAME.fullmatch(split):
         return [split]
     from datasets import ReadInstruction
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.data.batches import IGNORED, MicroBatch
+from trainer.data.batches import IGNORE_INDEX, MicroBatch
 
 LENGTH_STEPS = 16
 """Padding adds at most 1 / LENGTH_STEPS of the length."""
@@ -53,7 +53,7 @@ def round_up(count: int) -> int:
 
 def measure_sizes(batch: MicroBatch) -> tuple[int, int]:
     """Return the row length L and the number of head positions K of an unpadded batch."""
-    return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
+    return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORE_INDEX).any(0).sum()))
 
 
 def choose_shape(batch: MicroBatch, common_size: tuple[int, int] = (0, 0)) -> StaticShape:
@@ -93,7 +93,7 @@ def pad_to_shape(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -
     return replace(
         batch,
         input_ids=torch.cat([batch.input_ids, more + pad_token_id], 1),
-        targets=torch.cat([batch.targets, more + IGNORED], 1),
+        targets=torch.cat([batch.targets, more + IGNORE_INDEX], 1),
         attention_mask=None,
         position_ids=positions,
         cu_seqlens=bounds,

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
 from trainer.config.errors import format_count
 
-ENOUGH_STEPS = 100
+MIN_AUTO_STEPS = 100
 """Minimum number of steps with `global_batch_size: auto`, if the data has that many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
-AUTO_BATCH_SIZE = "batch_size is chosen when training starts"
-SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
+AUTO_BATCH_SIZE_NOTE = "batch_size is chosen when training starts"
+DEFAULT_SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
 
 
 def compute_steps_per_epoch(samples: int, global_batch_size: int) -> int:
@@ -44,7 +44,7 @@ def compute_warmup_steps(training: TrainingSection, total: int) -> int:
 def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
     """Return the configuration with `training.global_batch_size` split into micro-batches and accumulation steps.
 
-    `auto` selects the largest power of two, up to LARGEST_GLOBAL_BATCH, that leaves at least ENOUGH_STEPS steps. It
+    `auto` selects the largest power of two, up to LARGEST_GLOBAL_BATCH, that leaves at least MIN_AUTO_STEPS steps. It
     depends on the number of ranks only if that number is not a power of two, or exceeds the result. A `batch_size` that
     does not divide a rank's part is reduced. Raises UserError for a size that cannot be divided evenly among the ranks.
     """
@@ -52,7 +52,7 @@ def resolve_global_batch(config: RunConfig, samples: int | None, world_size: int
     if wanted is None:
         return config
     if wanted == AUTO:
-        limit = LARGEST_GLOBAL_BATCH if samples is None else training.epochs * samples / ENOUGH_STEPS
+        limit = LARGEST_GLOBAL_BATCH if samples is None else training.epochs * samples / MIN_AUTO_STEPS
         limit = min(LARGEST_GLOBAL_BATCH, max(1.0, limit)) / world_size
         per_rank = 2 ** math.floor(math.log2(limit)) if limit > 1 else 1
     elif wanted % world_size:
@@ -95,9 +95,9 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
     """Describe the steps, as in `21 (7 per epoch), 1 sample per step: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
-        return f"{training.epochs:g} epochs of {format_count(samples or 0, 'sample')}; {AUTO_BATCH_SIZE}"
+        return f"{training.epochs:g} epochs of {format_count(samples or 0, 'sample')}; {AUTO_BATCH_SIZE_NOTE}"
     if training.batch_size == AUTO:
-        return f"{total:,}; {AUTO_BATCH_SIZE}"
+        return f"{total:,}; {AUTO_BATCH_SIZE_NOTE}"
     size = compute_global_batch(training, world_size)
     an_epoch = (
         f" ({compute_steps_per_epoch(samples, size):,} per epoch)" if samples and training.max_steps is None else ""
@@ -167,7 +167,7 @@ def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
         periods.append(("scu.every", config.scu.every, "lambda is never updated"))
     length, fix = format_count(total, "step"), f"use {max(1, total // 4)}"
     for name, steps, effect in periods:
-        if steps > total and (name, steps) != ("training.save_steps", SAVE_STEPS):
+        if steps > total and (name, steps) != ("training.save_steps", DEFAULT_SAVE_STEPS):
             yield f"{name}={steps}: the run has {length}, so {effect}; {fix}"
     count = total // training.eval_steps if evaluates and training.eval_steps else 0
     if patience is not None and 0 < count <= patience:

@@ -48,10 +48,10 @@ def stream_samples(
 ) -> "MixedStream | PackedStream":
     """Return the samples for one pass, from the beginning or from `state`. `gather` is None for a single rank."""
 
-    def start(number: int, at: State | None) -> SourceStream:
+    def start(number: int, position: State | None) -> SourceStream:
         label, source = sources[number]
-        at = at or {"block": 0, "taken": 0, "skipped": 0}
-        return SourceStream(section, source, label, formats[number], encoder, seed + epoch, at, rank, gather)
+        position = position or {"block": 0, "taken": 0, "skipped": 0}
+        return SourceStream(section, source, label, formats[number], encoder, seed + epoch, position, rank, gather)
 
     weights = [source.weight for _, source in sources]
     if section.packing:

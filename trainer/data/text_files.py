@@ -21,7 +21,7 @@ from typing import Any
 from trainer.config import UserError
 from trainer.data.formats import describe_type
 
-RAW = "zerolora_record"
+RAW_COLUMN = "zerolora_record"
 SEPARATORS = ",;\t|"
 # Number of lines used to detect a CSV file's separator.
 _SNIFFED_LINES = 20
@@ -47,14 +47,14 @@ def read_raw_records(
     }
     for name in files:
         for text in readers[kind](Path(name), where):
-            yield {RAW: text}
+            yield {RAW_COLUMN: text}
 
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Decode the record in a row from any source. Raises UserError for a line that could not be read."""
-    if RAW not in row:
+    if RAW_COLUMN not in row:
         return {name: _remove_padding(value) for name, value in row.items()}
-    record = json.loads(row[RAW])
+    record = json.loads(row[RAW_COLUMN])
     if isinstance(record, str):
         raise UserError(record)
     return dict(record)
@@ -68,12 +68,15 @@ def _remove_padding(value: Any) -> Any:
 
 
 LFS_POINTER = "is a Git LFS pointer, not the data; fetch the data with git lfs pull"
-_NO_DATA = {b"version https://git-lfs": LFS_POINTER, b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz"}
+_PROBLEM_BY_PREFIX = {
+    b"version https://git-lfs": LFS_POINTER,
+    b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz",
+}
 
 
 def is_lfs_pointer(file: Path) -> bool:
     with file.open("rb") as stream:
-        return _NO_DATA.get(stream.read(23)) == LFS_POINTER
+        return _PROBLEM_BY_PREFIX.get(stream.read(23)) == LFS_POINTER
 
 
 def get_data_suffix(path: Path) -> str:
@@ -90,7 +93,7 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                for beginning, problem in _NO_DATA.items() if number == 1 else ():
+                for beginning, problem in _PROBLEM_BY_PREFIX.items() if number == 1 else ():
                     if line.startswith(beginning):
                         raise UserError(f"{where}: {file.name} {problem}")
                 start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
@@ -110,16 +113,16 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
     raise UserError(f"{where}: {file.name} {problem}")
 
 
-def _decode(line: bytes, place: str, offset: int) -> str:
+def _decode(line: bytes, location: str, offset: int) -> str:
     """Decode a line, or return a _BadLine if it is not text. `offset` is the line's position in the file."""
     if (at := line.find(b"\0")) >= 0:
         problem = f"has a NUL byte (offset {offset + at})"
-        return _BadLine(f"{place} {problem}; copy the file again, or convert UTF-16 with iconv -f UTF-16 -t UTF-8")
+        return _BadLine(f"{location} {problem}; copy the file again, or convert UTF-16 with iconv -f UTF-16 -t UTF-8")
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         return _BadLine(
-            f"{place} is not UTF-8 text (byte 0x{line[error.start]:02x} at offset {offset + error.start}); "
+            f"{location} is not UTF-8 text (byte 0x{line[error.start]:02x} at offset {offset + error.start}); "
             "convert the file, for example Western European text with iconv -f LATIN1 -t UTF-8"
         )
 

@@ -70,7 +70,7 @@ def encode_texts(
     joined = [text.prompt + text.completion for text in texts]
     starts = [0 if train_on & {"user", "all"} else len(text.prompt) for text in texts]
     spans = [[(start, len(text), 1.0)] if text else [] for start, text in zip(starts, joined, strict=True)]
-    first = detect_leading_token(tokenizer)
+    first = detect_bos_token_id(tokenizer)
     last = tokenizer.eos_token_id
     encoded: list[EncodedDocument] = []
     for text, body in zip(texts, encode_spans(tokenizer, joined, spans, origins), strict=True):
@@ -94,7 +94,7 @@ def _reject_surrogates(text: str, origin: str) -> None:
         ) from None
 
 
-def detect_leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def detect_bos_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the beginning-of-text token if the tokenizer adds it to plain text; None if it does not."""
     first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
     bos = tokenizer.bos_token_id

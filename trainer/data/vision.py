@@ -24,9 +24,9 @@ from trainer.data.samples import Sample, split_documents
 FIRST_FRAME = "an image with several frames; only the first is used"
 """Text for warnings."""
 Edit = tuple[int, int, str]
-Span = tuple[int, int, float]
+WeightedSpan = tuple[int, int, float]
 Inputs = dict[str, Any]
-TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 """Model arguments that are 1 at image tokens."""
 
 
@@ -47,7 +47,7 @@ class ImageReader:
     def __reduce__(self) -> Any:
         return ImageReader, self._arguments
 
-    def set_size(self, name: str, pixels: int) -> bool:
+    def set_pixel_limit(self, name: str, pixels: int) -> bool:
         """Set `min_pixels` or `max_pixels`. Return False if the processor has a fixed size instead of bounds."""
         bound = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}[name]
         size = dict(self._images.size)
@@ -132,9 +132,9 @@ def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any,
         return own_class(**parts, **settings)
 
 
-def replace_spans(text: str, spans: Sequence[Span], edits: Sequence[Edit]) -> tuple[str, list[Span]]:
+def apply_edits(text: str, spans: Sequence[WeightedSpan], edits: Sequence[Edit]) -> tuple[str, list[WeightedSpan]]:
     """Apply replacements in order, and return the new text and its spans without the replaced parts."""
-    pieces, remaining, last, shift = list[str](), list[Span](), 0, 0
+    pieces, remaining, last, shift = list[str](), list[WeightedSpan](), 0, 0
     for start, end, new in [*edits, (len(text), len(text), "")]:
         pieces += [text[last:start], new]
         for first, stop, weight in spans:
@@ -155,12 +155,12 @@ class PromptImages:
 
     def insert(self, text: str) -> str:
         """Replace placeholders in a rendered prompt with image tokens. Raises UserError if an image cannot be read."""
-        return replace_spans(text, [], self.reader.build_edits(text, self.stored, "the prompt")[0])[0]
+        return apply_edits(text, [], self.reader.build_edits(text, self.stored, "the prompt")[0])[0]
 
     def build_inputs(self, ids: torch.Tensor, arguments: Container[str], dtype: torch.dtype) -> Inputs:
         if not self.stored:
             return {}
-        types = {name: self.reader.mark_image_tokens(ids) for name in TYPE_NAMES if name in arguments}
+        types = {name: self.reader.mark_image_tokens(ids) for name in TOKEN_TYPE_ARGUMENTS if name in arguments}
         return self.reader.build_inputs(self.stored, dtype) | types
 
 

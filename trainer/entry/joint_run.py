@@ -20,7 +20,7 @@ from rich.markup import escape
 from trainer.config import LoadedConfig, UserError
 from trainer.config.checks import flatten_entry
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.json_records import SweptRun, read_sweep, write_sweep
+from trainer.contract.json_records import SweptRun, read_sweep, update_sweep
 from trainer.contract.restart_record import apply_recorded_changes
 from trainer.data.batches import MicroBatch, PairBatch, merge_batches
 from trainer.data.prepared import PreparedRun, count_samples
@@ -44,7 +44,7 @@ from trainer.run import Run
 from trainer.setup.build import Builder
 from trainer.setup.joining import build_task, join_ranks
 from trainer.setup.kinds import find_model_kind
-from trainer.step import NONFINITE, StepInFlight
+from trainer.step import RANK_ENCODING_BASE, StepInFlight
 from trainer.tasks.preference import PreferenceLoss
 
 SHARED_SETTINGS = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
@@ -197,7 +197,7 @@ class JointRun:
             self._call_loop(member, Loop.end)
         self._stop.agree_on_signal()
         for member in stopped:
-            member.run.end(stopped=True)
+            member.run.evaluate_and_save(stopped=True)
         self._stop.saved = True
 
     def _list_unfinished(self) -> list[_Member]:
@@ -210,7 +210,7 @@ class JointRun:
                 self._call_loop(member, Loop.end)
                 if member.failure is None:
                     with self._choice.select(member.adapter):
-                        member.run.end(stopped=False)
+                        member.run.evaluate_and_save(stopped=False)
                     self._engine.train()
                     self._deactivate(member)
                     self._record({member.index: 0})
@@ -219,7 +219,7 @@ class JointRun:
     def _step(self, active: Sequence[_Member], hooks: Sequence[Hook]) -> None:
         first = active[0].run
         for member in active:
-            member.run.loop.before_step()
+            member.run.loop.begin_step()
         recovery = first.memory.build_recovery(self._ranks.world_size)
         step = first.position.step + 1
         launched, consumed = recovery.attempt(step, first.position.step, partial(self._launch, active))
@@ -264,7 +264,7 @@ class JointRun:
         entries = list(self.config.adapters) if ranks.is_main else []
         self._should_stop = bool(self._stop) or apply_recorded_changes(self._folder, entries) != entries
         requests = [[self._should_stop, member.run.loop.wants_save()] for member in active]
-        counts = _count_targets(batches, requests, ranks, device)
+        counts = _sum_counts(batches, requests, ranks, device)
         micro_steps = len(batches[0])
         scales = (ranks.world_size * micro_steps / (counts[:, 0] + (counts[:, 0] == 0))).float()
         sums = torch.zeros(len(active), 3, device=device, dtype=torch.float64)
@@ -273,7 +273,7 @@ class JointRun:
             parts = [micro_batches[index] for micro_batches in batches]
             self._run_micro_step(active, parts, scales, sums, micro_steps if is_last else 0)
             if is_last:
-                nonfinite = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(NONFINITE + ranks.rank))
+                nonfinite = torch.where(torch.isfinite(sums[:, 0]), 0.0, float(RANK_ENCODING_BASE + ranks.rank))
                 sums[:, 1] = nonfinite
                 sum_over_ranks(sums)
                 for member in active:
@@ -306,7 +306,7 @@ class JointRun:
         width, is_flat = merged.input_ids.shape[1], merged.cu_seqlens is not None
         sizes = [batch.input_ids.numel() if is_flat else len(batch.input_ids) * width for batch in batches]
         rows = [(member.adapter, size) for member, size in zip(active, sizes, strict=True)]
-        self._loss.observe(merged, engine.device)
+        self._loss.probe_head(merged, engine.device)
         with self._choice.assign_rows(rows, engine.device):
             losses = self._compute_losses(active, batches, merged)
             sums[:, 0] += losses.detach()
@@ -316,7 +316,7 @@ class JointRun:
             total = total + sum(flat.buffers[index].narrow(0, 0, 0).sum() for index in inactive)
             for index, member in enumerate(active):
                 if penalty_scale and (steering := member.run.steering) is not None:
-                    total = total + steering.penalty(member.run.position.step + 1) * penalty_scale
+                    total = total + steering.compute_penalty(member.run.position.step + 1) * penalty_scale
                     sums[index, 2] = steering.get_local_contribution()
             with phase("backward"):
                 engine.backward(total)
@@ -352,7 +352,7 @@ class JointRun:
                 folder = str(Path(run.config.output_dir).absolute())
                 settings = [f"{name}={value}" for name, value in flatten_entry(self.config.adapters[index])][1:]
                 entry = known.get(folder, SweptRun(folder, settings=settings))
-                write_sweep(self._folder, [replace(entry, exit_code=codes.get(index))])
+                update_sweep(self._folder, [replace(entry, exit_code=codes.get(index))])
 
     def _report(self) -> None:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
@@ -367,7 +367,7 @@ class JointRun:
             )
 
 
-def _count_targets(
+def _sum_counts(
     batches: Sequence[Sequence[MicroBatch]], requests: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
 ) -> torch.Tensor:
     """Return [N, 5] sums over ranks, by adapter: target weight, targets, tokens, stop requests, save requests."""

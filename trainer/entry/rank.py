@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, compute_collective_timeout, load_config
-from trainer.contract.exit_codes import REPORT_DELAY_S
+from trainer.contract.exit_codes import EXIT_DELAY_S
 from trainer.contract.folder_lock import FolderLock, check_not_locked
-from trainer.contract.heartbeat import clear_heartbeats
+from trainer.contract.heartbeat import clear_rank_reports
 from trainer.contract.rank_arguments import TYPED_OPTION
-from trainer.contract.rank_errors import RankError
+from trainer.contract.rank_errors import RankErrorRecord
 from trainer.contract.rendezvous import get_host_name
 from trainer.data.prepared import PreparedRun
 from trainer.entry.joint_run import JointRun
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> 
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     stop, ranks = StopRequest(), Ranks(0, 1, 0)
     try:
-        ranks = Ranks.from_environment(expected=arguments.world_size)
+        ranks = Ranks.from_environment(expected_world_size=arguments.world_size)
         loaded = load_config(arguments.config, arguments.overrides)
     except UserError as error:
         # For ranks on other hosts, the console file is in the logs of the run.
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> 
     LAUNCHER_WATCH.watch_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
     # Nothing is written before the folder is locked, by the launcher or by `_lock_folder`.
-    watchdog.writes = watchdog.all_write = arguments.lock is not None
+    watchdog.writes_heartbeats = watchdog.all_write = arguments.lock is not None
     stop.write_exit_code = watchdog.write_exit_code
     lock = None
     try:
@@ -60,11 +60,11 @@ def main(argv: list[str] | None = None, prepared: PreparedRun | None = None) -> 
                 prepared = prepare(loaded.config, model_files=prepared)
         with phase("join"):
             lock = _lock_folder(loaded.config, ranks, arguments.lock)
-        watchdog.writes = True
+        watchdog.writes_heartbeats = True
         code = _train_run(loaded, prepared, arguments, ranks, stop, lock)
-        watchdog.writes = lock is None or lock.is_held
+        watchdog.writes_heartbeats = lock is None or lock.is_held
     except UserError as error:
-        code = _report_error(error, ranks, run_dir / "logs" if watchdog.writes else None)
+        code = _report_error(error, ranks, run_dir / "logs" if watchdog.writes_heartbeats else None)
     code = watchdog.end(code)
     if lock is not None:
         lock.release()
@@ -82,7 +82,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
             lock = FolderLock.acquire(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
         if token is None:
             # Heartbeats from an earlier run, which a launcher would have removed; other ranks write theirs later.
-            clear_heartbeats(run_dir / "logs")
+            clear_rank_reports(run_dir / "logs")
         return lock
 
     if token is not None:
@@ -126,14 +126,14 @@ def _train_run(
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
         # Do not destroy the process group: other ranks may wait in a collective that this rank never joins.
         return 1
-    leave_process_group(together=bool(stop))
+    leave_process_group(wait_for_all=bool(stop))
     return stop.exit_code if stop else 0
 
 
 def _record_error(error: Exception, config: RunConfig, ranks: Ranks, lock: FolderLock | None) -> None:
     """Write the error for the launcher, unless another run has taken over the folder."""
     if lock is None or lock.is_held:
-        RankError.from_exception(ranks.rank, error).write(Path(config.output_dir) / "logs")
+        RankErrorRecord.from_exception(ranks.rank, error).write(Path(config.output_dir) / "logs")
 
 
 def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
@@ -145,10 +145,10 @@ def _report_error(error: UserError, ranks: Ranks, logs: Path | None) -> int:
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{get_host_name()}: "
         if logs is not None:
-            RankError(ranks.rank, f"{where}{error}", is_user_error=True).write(logs)
+            RankErrorRecord(ranks.rank, f"{where}{error}", is_user_error=True).write(logs)
         print(f"error: {where}{error}", file=sys.stderr)
     else:
-        time.sleep(REPORT_DELAY_S)
+        time.sleep(EXIT_DELAY_S)
     return error.exit_code
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from ops.head import LOGITS_AT_ONCE
+from ops.head import MAX_LOGITS_PER_CHUNK
 from trainer.config import TrainingSection
 from trainer.memory.observed import Layer, LayerSettings
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.targets import find_non_text_modules
 from trainer.parallel.engine.linear_layers import find_base_model
 
-FP32 = 4
+FP32_BYTES = 4
 UNFUSED_LOSS_BYTES = 12
 """Bytes per logit at the peak: log-probabilities, their gradient and the logits' gradient, all in fp32."""
 
@@ -67,7 +67,7 @@ class Activations:
         return Activations(*(size * rows for size in astuple(self)))
 
 
-def estimate_tower_activations(model: Any, image_tokens: int, work: MicroStep) -> tuple[int, int]:
+def estimate_tower_activations(model: Any, image_tokens: int, micro_step: MicroStep) -> tuple[int, int]:
     """Return the activation bytes of one vision tower layer, and the bytes that training keeps for the whole tower.
 
     A layer keeps the inputs and outputs of its linear layers, or only its input with gradient checkpointing.
@@ -83,58 +83,62 @@ def estimate_tower_activations(model: Any, image_tokens: int, work: MicroStep) -
     merge_size = getattr(config, "spatial_merge_size", None) or getattr(config, "pooling_kernel_size", None) or 1
     if tokens := getattr(base.config, "mm_tokens_per_image", None):
         merge_size = config.image_size // config.patch_size // tokens**0.5
-    patches = int(image_tokens * merge_size**2) * work.element_size
+    patches = int(image_tokens * merge_size**2) * micro_step.element_size
     layer = patches * sum(module.in_features + module.out_features for module in linear)
-    recomputed = work.training.gradient_checkpointing == "non_reentrant"
+    recomputed = micro_step.training.gradient_checkpointing == "non_reentrant"
     return layer, len(layers) * (patches * linear[0].in_features if recomputed else layer)
 
 
-def combine_layers(layers: Sequence[Layer], plain: Sequence[Layer], larger: float, work: MicroStep) -> Activations:
-    """Return the activation memory of all layers; `plain` lists the same layers without recomputation.
+def combine_layers(
+    layers: Sequence[Layer], unrecomputed: Sequence[Layer], larger_pass_fraction: float, micro_step: MicroStep
+) -> Activations:
+    """Return the activation memory of all layers; `unrecomputed` lists the same layers without recomputation.
 
-    Both lists are in model order. `larger` is the fraction of the rows in the larger of the two backward passes
-    (see `MicroStep.larger_pass_rows`). The recomputed layers come first in the model, so the activations of all
+    Both lists are in model order. `larger_pass_fraction` is the fraction of the rows in the larger of the two backward
+    passes (see `MicroStep.larger_pass_rows`). The recomputed layers come first in the model, so the activations of all
     other layers have been freed when one is recomputed.
     """
-    training = work.training
+    training = micro_step.training
     if not training.recompute_attention:
-        layers, plain = (
+        layers, unrecomputed = (
             [replace(each, output_bytes=each.output_bytes + each.attention) for each in kinds]
-            for kinds in (layers, plain)
+            for kinds in (layers, unrecomputed)
         )
     selective = training.gradient_checkpointing == "selective"
     checkpointed = training.gradient_checkpointing_layers or len(layers)
     count = 0 if selective or training.gradient_checkpointing == "none" else checkpointed
     inputs = [layer.output_bytes for layer in layers[: len(layers) if selective else count]]
-    on_host = _sum_fitting_inputs(inputs, work.host_memory) if training.offload_activations else 0
+    on_host = _sum_fitting_inputs(inputs, micro_step.host_memory) if training.offload_activations else 0
     # One input is copied to or from the host while the next is computed or used.
     in_flight = min(2 * max(inputs, default=0), on_host)
     rest = sum(layer.kept for layer in layers[count:])
     kept = rest - on_host + in_flight + (0 if selective else sum(inputs))
-    needs = [larger * (layer.peak - layer.kept) for layer in layers[count:]]
-    needs += [larger * (layer.peak - layer.output_bytes) - rest for layer in plain[:count]]
+    needs = [larger_pass_fraction * (layer.peak - layer.kept) for layer in layers[count:]]
+    needs += [larger_pass_fraction * (layer.peak - layer.output_bytes) - rest for layer in unrecomputed[:count]]
     return Activations(kept, int(max(needs, default=0)), on_host)
 
 
-def _sum_fitting_inputs(inputs: Sequence[int], room: int | None) -> int:
+def _sum_fitting_inputs(inputs: Sequence[int], capacity: int | None) -> int:
     """Return the total bytes of the layer inputs that fit in host memory; other inputs stay on the device."""
     total = 0
     for size in inputs:
-        total += size if room is None or total + size <= room else 0
+        total += size if capacity is None or total + size <= capacity else 0
     return total
 
 
-def loss_head_bytes(shapes: ModelShapes, work: MicroStep) -> int:
+def loss_head_bytes(shapes: ModelShapes, micro_step: MicroStep) -> int:
     """Return the bytes of the final norm, the logits, the loss and the gradient of the hidden states.
 
     The fused loss needs the norm's output T H e, the K hidden states and their gradients 2 K H e, and one chunk of
     logits. The unfused loss needs 12 bytes per logit, plus e for the tanh output if logits are capped.
     """
-    norm = work.tokens * (shapes.hidden * (work.element_size if work.own_norms else FP32) + FP32)
-    hidden = work.tokens * shapes.hidden * work.element_size
-    positions = work.rows * min(work.targets, work.settings.length)
-    if work.fused_loss:
-        chunk = min(positions * shapes.vocabulary, LOGITS_AT_ONCE)
-        return norm + hidden + (2 * positions * shapes.hidden + chunk) * work.element_size
-    per_logit = UNFUSED_LOSS_BYTES + (work.element_size if shapes.properties.caps else 0)
-    return norm + hidden + positions * (shapes.vocabulary * per_logit + 2 * shapes.hidden * work.element_size)
+    norm = micro_step.tokens * (
+        shapes.hidden * (micro_step.element_size if micro_step.own_norms else FP32_BYTES) + FP32_BYTES
+    )
+    hidden = micro_step.tokens * shapes.hidden * micro_step.element_size
+    positions = micro_step.rows * min(micro_step.targets, micro_step.settings.length)
+    if micro_step.fused_loss:
+        chunk = min(positions * shapes.vocabulary, MAX_LOGITS_PER_CHUNK)
+        return norm + hidden + (2 * positions * shapes.hidden + chunk) * micro_step.element_size
+    per_logit = UNFUSED_LOSS_BYTES + (micro_step.element_size if shapes.properties.caps else 0)
+    return norm + hidden + positions * (shapes.vocabulary * per_logit + 2 * shapes.hidden * micro_step.element_size)

@@ -21,7 +21,7 @@ def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Pl
     return (fitting + others)[:MAX_SUGGESTIONS]
 
 
-def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str) -> str:
+def describe_memory_shortage(planner: Planner, config: RunConfig, memory: int, verb_phrase: str) -> str:
     """Return an error message with the needed and the available memory, and suggested changes.
 
     `where` is the verb phrase before the available memory, such as `can use`.
@@ -39,7 +39,7 @@ def describe_misfit(planner: Planner, config: RunConfig, memory: int, where: str
     largest = max(estimate.terms, key=lambda name: estimate.terms[name])
     return (
         f"memory: each GPU needs {format_gib(estimate.needed)} ({format_gib(estimate.terms[largest])} of it for "
-        f"{largest}), but {where} {format_gib(memory)}; {fix}"
+        f"{largest}), but {verb_phrase} {format_gib(memory)}; {fix}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ops.reference import ELEMENTS_AT_ONCE
 from trainer.config import OPTIMIZERS
-from trainer.memory.activations import FP32, Activations, MicroStep, loss_head_bytes
+from trainer.memory.activations import FP32_BYTES, Activations, MicroStep, loss_head_bytes
 from trainer.memory.stored_weights import (
     GATHERED_LAYERS,
     ModelShapes,
@@ -29,7 +29,7 @@ from trainer.memory.stored_weights import (
 GIB = 2**30
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
 """Bytes of cuBLAS's workspaces: 32 MiB (compute capability 9.0) in each of the forward and backward threads."""
-CONTEXT = 3 * GIB // 4
+CUDA_CONTEXT_BYTES = 3 * GIB // 4
 """Bytes of the CUDA context, kernels and NCCL's buffers, which torch does not count."""
 FRAGMENTATION = 0.04
 """Memory that torch's allocator reserves beyond the peak, as a fraction of the peak."""
@@ -52,7 +52,7 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        return self.peak + self.slack + CONTEXT
+        return self.peak + self.slack + CUDA_CONTEXT_BYTES
 
     @property
     def slack(self) -> int:
@@ -62,7 +62,7 @@ class Estimate:
         return {
             "peak_bytes": self.peak,
             "slack_bytes": self.slack,
-            "context_bytes": CONTEXT,
+            "context_bytes": CUDA_CONTEXT_BYTES,
             "needed_bytes": self.needed,
             "host_bytes": self.host,
             "disk_bytes": self.disk,
@@ -72,9 +72,9 @@ class Estimate:
 
 
 def estimate(
-    shapes: ModelShapes, work: MicroStep | None, placement: Placement, activations: Activations, tower: int = 0
+    shapes: ModelShapes, micro_step: MicroStep | None, placement: Placement, activations: Activations, tower: int = 0
 ) -> Estimate:
-    """Estimate the memory of one rank; `work` is None for models without an LM head.
+    """Estimate the memory of one rank; `micro_step` is None for models without an LM head.
 
     `tower` is the number of bytes that a vision tower needs before the language model runs.
     """
@@ -99,7 +99,7 @@ def estimate(
     moments: dict[str, dict[str, int]] = {
         "loss": {
             "activations": activations.kept,
-            "logits and loss": 0 if work is None else loss_head_bytes(shapes, work),
+            "logits and loss": 0 if micro_step is None else loss_head_bytes(shapes, micro_step),
             "gathered weights": layers // GATHERED_LAYERS + outside,
         },
         "backward": {
@@ -120,7 +120,7 @@ def estimate(
 
 def trained_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of trained weights in their compute dtype, partitioned at stage 3 unless gathered by layer."""
-    size = shapes.trained * placement.element_size
+    size = shapes.trained_numel * placement.element_size
     return size if placement.by_layer else resident_bytes(size, placement)
 
 
@@ -132,15 +132,15 @@ def gradient_bytes(shapes: ModelShapes, placement: Placement) -> int:
     by_module = placement.zero.stage == 3 and not placement.by_layer
     if placement.zero.offload_optimizer if by_module else placement.training.gradient_accumulation_steps == 1:
         return 0
-    return shard_size(shapes.trained * placement.element_size, placement, 2)
+    return shard_size(shapes.trained_numel * placement.element_size, placement, 2)
 
 
 def moment_bytes_per_element(shapes: ModelShapes, placement: Placement) -> float:
     """Return the optimizer moments' bytes per trained element; 8-bit moments have an fp32 scale per 256 elements."""
     kind = OPTIMIZERS[placement.training.optimizer]
-    if kind.bits == 8 and shapes.trained >= EIGHT_BIT_FLOOR:
-        return len(kind.state) * (1.0 + FP32 / 256)
-    return len(kind.state) * (FP32 if kind.bits == 8 else kind.bits / 8)
+    if kind.bits == 8 and shapes.trained_numel >= EIGHT_BIT_FLOOR:
+        return len(kind.state) * (1.0 + FP32_BYTES / 256)
+    return len(kind.state) * (FP32_BYTES if kind.bits == 8 else kind.bits / 8)
 
 
 def optimizer_state_bytes(shapes: ModelShapes, placement: Placement) -> int:
@@ -151,9 +151,9 @@ def optimizer_state_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """
     if placement.zero.offload_optimizer:
         return largest_trained_numel(shapes, placement) * placement.element_size
-    has_master = placement.has_master or placement.zero.stage >= 1
-    per_element = moment_bytes_per_element(shapes, placement) + (FP32 if has_master else 0)
-    return shard_size(int(shapes.trained * per_element), placement, 1)
+    has_master = placement.has_master_weights or placement.zero.stage >= 1
+    per_element = moment_bytes_per_element(shapes, placement) + (FP32_BYTES if has_master else 0)
+    return shard_size(int(shapes.trained_numel * per_element), placement, 1)
 
 
 def largest_trained_numel(shapes: ModelShapes, placement: Placement) -> int:
@@ -165,7 +165,7 @@ def largest_trained_numel(shapes: ModelShapes, placement: Placement) -> int:
 
 def bucket_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of DeepSpeed's reduction buffer, which is capped at the number of trained elements."""
-    return min(placement.zero.reduce_bucket_size, shapes.trained) * placement.element_size
+    return min(placement.zero.reduce_bucket_size, shapes.trained_numel) * placement.element_size
 
 
 def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
@@ -173,7 +173,7 @@ def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
     There is one bucket, or two if communication overlaps.
     """
-    gradients = shapes.trained * placement.element_size * (3 if placement.flat else 1)
+    gradients = shapes.trained_numel * placement.element_size * (3 if placement.flat else 1)
     if placement.zero.stage == 0 or (placement.zero.stage == 3 and not placement.by_layer):
         return gradients
     overlaps = placement.zero.overlap_comm and not placement.flat
@@ -183,28 +183,29 @@ def reduction_bytes(shapes: ModelShapes, placement: Placement) -> int:
 def update_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of gradients during the update, including two fp32 copies in 16-bit training."""
     if placement.zero.offload_optimizer:
-        return shapes.trained * placement.element_size
-    copies = shard_size(shapes.trained * FP32, placement, 1) if placement.has_master else 0
-    return shapes.trained * placement.element_size + 2 * copies
+        return shapes.trained_numel * placement.element_size
+    copies = shard_size(shapes.trained_numel * FP32_BYTES, placement, 1) if placement.has_master_weights else 0
+    return shapes.trained_numel * placement.element_size + 2 * copies
 
 
-def host_bytes(shapes: ModelShapes, placement: Placement, activations: int = 0) -> int:
+def host_bytes(shapes: ModelShapes, placement: Placement, activation_bytes: int = 0) -> int:
     """Return the bytes of host memory that one rank needs in addition to the process itself.
 
-    This is the larger of the offloaded tensors (including `activations` bytes) and the weights held during loading.
+    This is the larger of the offloaded tensors (including `activation_bytes` bytes) and the weights held during
+    loading.
     """
     stored = bool(shapes.stored) or any(weight.mxfp4 for weight in shapes.weights)
     streamed = placement.packed or stored or placement.zero.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
-    return max(offloaded_bytes(shapes, placement) + activations, loading * placement.element_size)
+    return max(offloaded_bytes(shapes, placement) + activation_bytes, loading * placement.element_size)
 
 
 def offloaded_bytes(shapes: ModelShapes, placement: Placement) -> int:
     total = placement.base_states
     if placement.zero.offload_optimizer:
         # Master weights, two moments, their gradient, and the updated weights to be copied back.
-        total += shard_size(shapes.trained * (4 * FP32 + 2 * placement.element_size), placement, 1)
+        total += shard_size(shapes.trained_numel * (4 * FP32_BYTES + 2 * placement.element_size), placement, 1)
     if placement.zero.offload_parameters:
         gathered = list_gathered_weights(shapes, placement)
         total += base_shard_size(sum(stored_bytes(weight, placement) for weight in gathered), placement)
@@ -217,5 +218,5 @@ def checkpoint_bytes(shapes: ModelShapes, placement: Placement) -> int:
     A checkpoint contains the weights, and the master weights and moments in fp32.
     """
     checkpoints = (placement.training.save_total_limit or 1) + int(placement.training.best_checkpoint)
-    weights = shapes.trained * placement.element_size
-    return (checkpoints + 1) * (weights + 3 * FP32 * shapes.trained) + weights
+    weights = shapes.trained_numel * placement.element_size
+    return (checkpoints + 1) * (weights + 3 * FP32_BYTES * shapes.trained_numel) + weights

@@ -125,9 +125,9 @@ def decide(config: RunConfig, machine: Machine, model: ModelProperties | None) -
         swiglu=swiglu,
         rotary=rotary,
         adapters=_choose_adapters(config, machine),
-        siblings=_choose_siblings(config, machine),
+        siblings=_choose_shared_input_fusion(config, machine),
         recomputed_results=_choose_recomputed_results(config, machine),
-        attention_again=_choose_attention_again(config),
+        attention_again=_choose_attention_recomputation(config),
         mlp_tile=_choose_mlp_tile(config),
         fused_head=_choose_fused_head(config, machine, model),
         gather=_choose_gather(config),
@@ -211,7 +211,7 @@ def _choose_adapters(config: RunConfig, machine: Machine) -> Decision[str]:
     return Decision("cuda")
 
 
-def _choose_siblings(config: RunConfig, machine: Machine) -> Decision[bool]:
+def _choose_shared_input_fusion(config: RunConfig, machine: Machine) -> Decision[bool]:
     if _choose_adapters(config, machine).value in ("none", "peft"):
         return Decision(False)
     if config.training.qat:
@@ -237,7 +237,7 @@ def _choose_recomputed_results(config: RunConfig, machine: Machine) -> Decision[
     return Decision(config.ops.recompute)
 
 
-def _choose_attention_again(config: RunConfig) -> Decision[bool]:
+def _choose_attention_recomputation(config: RunConfig) -> Decision[bool]:
     training = config.training
     if training.gradient_checkpointing != "non_reentrant":
         return Decision(False, f"training.gradient_checkpointing: {training.gradient_checkpointing}")

@@ -25,7 +25,7 @@ from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline
 
-TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
+CAPTION_TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
 """Number of tokens in an encoded caption, by model family."""
 CaptionShapes = Mapping[str, Sequence[int]]
 
@@ -65,7 +65,7 @@ class ImagePlanner(Planner):
         placement = self._build_placement(config, self.build_decisions(config))
         return estimate(self.shapes, None, placement, activations.scale(rows))
 
-    def _find_fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+    def _minimize_recomputed_layers(self, config: RunConfig, memory: int) -> RunConfig:
         return config  # either all blocks are recomputed or none
 
     @cached_property
@@ -129,7 +129,7 @@ def _build_inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: tor
 def infer_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
     settings = pipeline.build_empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
-    tokens = TOKENS[pipeline.family.name]
+    tokens = CAPTION_TOKENS[pipeline.family.name]
     return pipeline.caption_shapes or {"text": (tokens, width), "pooled": (_infer_pooled_width(settings),)}
 
 

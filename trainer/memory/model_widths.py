@@ -23,11 +23,11 @@ from trainer.patches.model_properties import CAPPED, describe_head_problem, insp
 
 
 def read_shapes(
-    model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
+    model_config: Any, section: ModelSection, lora: LoraSection | None, *, min_vocabulary_size: int = 0
 ) -> ModelShapes:
     """Build the model and its adapter on the meta device, and return their tensors and layers.
 
-    Without `lora`, all weights are trained. The embedding has at least `vocabulary_at_least` rows (for the tokenizer).
+    Without `lora`, all weights are trained. The embedding has at least `min_vocabulary_size` rows (for the tokenizer).
     """
     from accelerate import init_empty_weights
 
@@ -44,7 +44,7 @@ def read_shapes(
     unfused_head = describe_head_problem(model)
     blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, stored=stored))
-    new_rows = max(0, vocabulary_at_least - rows)
+    new_rows = max(0, min_vocabulary_size - rows)
     if new_rows:
         per_row = hidden * (1 if tied else 2)
         weights = (*weights, Weight(new_rows * per_row, packable=False, trained=False, layer=-1))
@@ -56,7 +56,7 @@ def read_shapes(
         layers=reduce_to_kinds(blocks),
         properties=replace(properties, head=unfused_head, caps=unfused_head == CAPPED),
         model=model,
-        stored="" if stored is None else stored.scaled,
+        stored="" if stored is None else stored.scale_granularity,
     )
 
 
@@ -65,7 +65,7 @@ def read_weights(
     stored: StoredFormat | None = None,
 ) -> Iterator[Weight]:  # fmt: skip
     """Yield each parameter as a `Weight` with its block's index. `stored` is the checkpoint's quantized format."""
-    stored_bits = 0 if stored is None else 4 if stored.scaled == "groups" else 8
+    stored_bits = 0 if stored is None else 4 if stored.scale_granularity == "groups" else 8
     layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     modules = {
         path: module

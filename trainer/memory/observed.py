@@ -26,7 +26,7 @@ from trainer.contract.known_versions import patch_attribute, replaces
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.expert_forward import detect_activation, run_adapted_experts, run_in_torch
 from trainer.model.expert_layers import find_expert_modules, takes_all_tokens
-from trainer.model.reached_layers import describe_layer, find_decoder_layers
+from trainer.model.reached_layers import build_layer_key, find_decoder_layers
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.norm_mlp_rope import RECOMPUTE_FROM_BYTES, install_input_recomputation, replace_elementwise
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
@@ -159,7 +159,7 @@ def observe_layers(shapes: ModelShapes, settings: LayerSettings, rows: int) -> d
     layers: dict[int, Layer] = {}
     meter = Meter(model, settings)
     try:
-        with substitute_attention(copied=settings.copied_heads), forbid_triton(), meter:
+        with substitute_attention(copy_kv_heads=settings.copied_heads), forbid_triton(), meter:
             results = _intercept_layers(shapes, meter, layers)
             _apply_patches(model, settings)
             results.clear()
@@ -296,7 +296,7 @@ def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
     kinds = []
     for block in blocks:
         count = len(numbers)
-        kinds.append(numbers.setdefault(describe_layer(block), count))
+        kinds.append(numbers.setdefault(build_layer_key(block), count))
         if kinds[-1] < count:
             block._modules.clear()
             block._parameters.clear()
@@ -347,15 +347,15 @@ def _scan(*inputs: Any, return_final_states: bool = False, **_: Any) -> Any:
 
 
 @replaces("`scaled_dot_product_attention`")
-def substitute_attention(*, copied: bool = False) -> AbstractContextManager[None]:
+def substitute_attention(*, copy_kv_heads: bool = False) -> AbstractContextManager[None]:
     """Return a context manager that replaces attention with `_Flash`.
 
-    On the meta device, torch would decompose attention and save the scores, unlike on a GPU. With `copied`,
+    On the meta device, torch would decompose attention and save the scores, unlike on a GPU. With `copy_kv_heads`,
     keys and values are copied for every query head.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
-        if copied and key.shape[1] != query.shape[1]:
+        if copy_kv_heads and key.shape[1] != query.shape[1]:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         return _Flash.apply(query, key, value, attn_mask)

@@ -24,7 +24,7 @@ from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
 
 LARGEST_BATCH = 256
 """Largest micro-batch to try; larger ones are not faster on any GPU."""
-SPARE = 0.05
+SPARE_FRACTION = 0.05
 """Fraction of the peak that `find_largest_batch` leaves free: estimates may be 3 % too low, and slack may be larger."""
 TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
 """Model types that loop over tokens in Python, and the number of tokens to observe; memory grows linearly."""
@@ -34,7 +34,7 @@ STAGES = (0, 1, 2, 3)
 CPU_STAGE = 2
 """ZeRO stage that `auto` selects without a GPU."""
 RECOMPUTATION = "training.gradient_checkpointing"
-LAYERS = "training.gradient_checkpointing_layers"
+RECOMPUTED_LAYERS_KEY = "training.gradient_checkpointing_layers"
 Changes = dict[str, Any]
 
 
@@ -98,7 +98,7 @@ class Planner:
         """Build the planner for a run. If `prepared` lacks data, assume the maximum length for all sequences."""
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
-        shapes = read_shapes(prepared.model_config, config.model, lora, vocabulary_at_least=vocabulary)
+        shapes = read_shapes(prepared.model_config, config.model, lora, min_vocabulary_size=vocabulary)
         lengths = Lengths.from_samples(config, data and data.train, prepared.reference)
         if data and data.stats.with_images:
             stats = data.stats
@@ -114,14 +114,14 @@ class Planner:
 
     def estimate(self, config: RunConfig) -> Estimate:
         decided = self.build_decisions(config)
-        work, placement = self.build_work(config, decided), self._build_placement(config, decided)
+        work, placement = self.build_micro_step(config, decided), self._build_placement(config, decided)
         activations = self.estimate_activations(work)
         images = self.lengths.images * work.rows * (not config.vision.cache)
         tower, tower_kept = estimate_tower_activations(self.shapes.model, images, work)
         activations = replace(activations, kept=activations.kept + tower_kept * (config.vision.train == "lora"))
         return estimate(self.shapes, work, placement, activations, tower)
 
-    def bytes_received(self, config: RunConfig) -> dict[str, int]:
+    def estimate_received_bytes(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes that a GPU receives per step: weights from its own host and from other hosts, and gradients.
 
         Weights are gathered in the forward and backward passes of each micro-step. Gradients use a ring all-reduce.
@@ -136,7 +136,9 @@ class Planner:
         if placement.zero.stage == 3:
             layers = sum(stored_bytes(weight, placement) for weight in list_gathered_weights(self.shapes, placement))
             weights = 2 * placement.training.gradient_accumulation_steps * layers
-        gradients = 2 * (machine.world_size - 1) * self.shapes.trained * placement.element_size // machine.world_size
+        gradients = (
+            2 * (machine.world_size - 1) * self.shapes.trained_numel * placement.element_size // machine.world_size
+        )
         return {
             "weights_from_its_host": weights * (near - 1) // len(group),
             "weights_from_other_hosts": weights * (len(group) - near) // len(group),
@@ -175,12 +177,12 @@ class Planner:
         return LARGEST_BATCH
 
     def find_largest_batch(self, config: RunConfig, memory: int) -> int:
-        """Return the largest micro-batch that fits, or 0. A micro-batch above 1 must leave `SPARE` of the peak free."""
+        """Return the largest micro-batch that fits, or 0. Above 1 it must leave `SPARE_FRACTION` of the peak free."""
         fits, too_large = 0, self.find_largest_useful_batch(config) + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
             estimate = self.estimate(apply_changes(config, {"training.batch_size": middle}))
-            if estimate.needed + (int(estimate.peak * SPARE) if middle > 1 else 0) <= memory:
+            if estimate.needed + (int(estimate.peak * SPARE_FRACTION) if middle > 1 else 0) <= memory:
                 fits = middle
             else:
                 too_large = middle
@@ -199,14 +201,18 @@ class Planner:
         if memory is None or self.estimate(without).needed <= memory:
             return without
         all_layers = self._resolve(apply_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
-        return all_layers if self.estimate(all_layers).needed > memory else self._find_fewest_layers(all_layers, memory)
+        return (
+            all_layers
+            if self.estimate(all_layers).needed > memory
+            else self._minimize_recomputed_layers(all_layers, memory)
+        )
 
-    def _find_fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+    def _minimize_recomputed_layers(self, config: RunConfig, memory: int) -> RunConfig:
         """Return the configuration with the fewest recomputed layers that fits in `memory`."""
         best, too_few, enough = config, 0, len(self.shapes.layers)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            tried = apply_changes(config, {LAYERS: middle})
+            tried = apply_changes(config, {RECOMPUTED_LAYERS_KEY: middle})
             if self.estimate(tried).needed <= memory:
                 best, enough = tried, middle
             else:
@@ -249,7 +255,7 @@ class Planner:
     def build_decisions(self, config: RunConfig) -> Decisions:
         return self.decide(config, self.machine, self.shapes.properties)
 
-    def build_work(self, config: RunConfig, decided: Decisions) -> MicroStep:
+    def build_micro_step(self, config: RunConfig, decided: Decisions) -> MicroStep:
         training = config.training
         settings, fused = self._build_settings(config, decided), bool(decided.fused_head.value)
         room = self.machine.host_memory
@@ -296,13 +302,15 @@ class Planner:
             scan_by_kernel=on_gpu and self.machine.scan_kernels,
         )
 
-    def estimate_activations(self, work: MicroStep) -> Activations:
-        plain = replace(work.settings, recomputed="none", selective=False)
+    def estimate_activations(self, micro_step: MicroStep) -> Activations:
+        plain = replace(micro_step.settings, recomputed="none", selective=False)
         layers, plain_layers = (
             [observed[kind] for kind in self.shapes.layers]
-            for observed in (self._estimate_layers(settings, work.rows) for settings in (work.settings, plain))
+            for observed in (
+                self._estimate_layers(settings, micro_step.rows) for settings in (micro_step.settings, plain)
+            )
         )
-        return combine_layers(layers, plain_layers, work.larger_pass_rows / work.rows, work)
+        return combine_layers(layers, plain_layers, micro_step.larger_pass_rows / micro_step.rows, micro_step)
 
     def _estimate_layers(self, settings: LayerSettings, rows: int) -> dict[int, Layer]:
         if settings.length > 2 * SHORT and self.shapes.model.config.model_type in TOKEN_BY_TOKEN:
@@ -330,10 +338,10 @@ class Planner:
             flat=decided.flat.value,
             element_size=self._element_size,
             shard_group=decided.shard_group.value,
-            base_states=self._base_state_bytes(config, decided),
+            base_states=self._reference_cache_bytes(config, decided),
         )
 
-    def _base_state_bytes(self, config: RunConfig, decided: Decisions) -> int:
+    def _reference_cache_bytes(self, config: RunConfig, decided: Decisions) -> int:
         """Return the bytes that scu.reference_cache may need; 0 if it is off or its size is unknown."""
         scu = config.scu
         kl = scu.enabled and scu.measure == "kl"

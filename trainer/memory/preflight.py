@@ -11,17 +11,17 @@ from trainer.contract.rendezvous import get_host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import resolve_eval_and_save_steps, resolve_global_batch
-from trainer.memory.advice import describe_misfit
-from trainer.memory.bytes import CONTEXT, Estimate
+from trainer.memory.advice import describe_memory_shortage
+from trainer.memory.bytes import CUDA_CONTEXT_BYTES, Estimate
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.observed import NoEstimateError
 from trainer.memory.oom_recovery import Recovery
-from trainer.memory.planner import LAYERS, RECOMPUTATION, Planner, apply_changes, format_gib
+from trainer.memory.planner import RECOMPUTATION, RECOMPUTED_LAYERS_KEY, Planner, apply_changes, format_gib
 from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.parallel.ranks.group import Ranks, gather_objects, run_on_main
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
-from trainer.patches.recompute import compute_host_room
+from trainer.patches.recompute import compute_host_memory_budget
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,20 @@ class MemoryPlan:
 
 
 def plan_memory(
-    kind: type[Planner], config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str
+    planner_class: type[Planner],
+    config: RunConfig,
+    prepared: PreparedRun,
+    ranks: Ranks,
+    device: torch.device,
+    precision: str,
 ) -> MemoryPlan:
     """Resolve `auto`, check that the run fits, and return the same plan on every rank; a collective call.
 
     Rank 0 plans for the GPU with the least free memory and broadcasts the plan. If the run does not fit, raises
     UserError on every rank, with suggested changes, unless training.ignore_memory_check is set.
     """
-    memory = _measure_least_free(config, device)
-    free_by_rank = gather_objects((get_host_name(), compute_host_room()))
+    memory = _measure_usable_memory(config, device)
+    free_by_rank = gather_objects((get_host_name(), compute_host_memory_budget()))
     hosts = tuple(host for host, _ in free_by_rank)
     room = min(free // hosts.count(host) for host, free in free_by_rank)
 
@@ -81,20 +86,20 @@ def plan_memory(
         on_gpu, flash = device.type == "cuda", has_flash(device, DTYPES[precision])
         own_kernels = _has_own_kernels(config, device)
         machine = Machine(ranks.world_size, on_gpu, precision, own_kernels, flash, has_scan_kernels(), hosts, room)
-        return plan_for_machine(kind, machine, config, prepared, memory)
+        return plan_for_machine(planner_class, machine, config, prepared, memory)
 
     return run_on_main(ranks, plan)
 
 
 def plan_for_machine(
-    kind: type[Planner], machine: Machine, config: RunConfig, prepared: PreparedRun, memory: int | None
+    planner_class: type[Planner], machine: Machine, config: RunConfig, prepared: PreparedRun, memory: int | None
 ) -> MemoryPlan:
     """Return the plan for GPUs with `memory` bytes each (None: CPUs). Raises UserError as `plan_memory` does."""
     counts = count_samples(prepared), config.count_data_ranks(machine.world_size)
     config = resolve_global_batch(config, *counts)
     has_auto = AUTO in (config.zero.stage, config.training.batch_size)
     try:
-        planner = kind.from_run(machine, config, prepared)
+        planner = planner_class.from_run(machine, config, prepared)
         planner.estimate(planner.resolve(config, None))  # runs layers of the model, which may fail
     except (NoEstimateError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model whose memory cannot be estimated can be trained if no setting depends on the estimate.
@@ -107,7 +112,7 @@ def plan_for_machine(
             config = apply_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
         config = resolve_eval_and_save_steps(config, *counts)
         note = f"the memory use of this model cannot be estimated ({reason})"
-        return MemoryPlan(config, None, kind.decide(config, machine, None), kind, (note,))
+        return MemoryPlan(config, None, planner_class.decide(config, machine, None), planner_class, (note,))
     resolved = resolve_eval_and_save_steps(planner.resolve(config, memory), *counts)
     estimate = planner.estimate(resolved)
     notes = []
@@ -120,11 +125,11 @@ def plan_for_machine(
     if shortage := _describe_host_shortage(planner, resolved):
         notes.append(shortage)
     if memory is not None and estimate.needed > memory:
-        problem = describe_misfit(planner, resolved, memory, "can use")
+        problem = describe_memory_shortage(planner, resolved, memory, "can use")
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; to train anyway, set training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
-    return MemoryPlan(resolved, estimate, planner.build_decisions(resolved), kind, tuple(notes))
+    return MemoryPlan(resolved, estimate, planner.build_decisions(resolved), planner_class, tuple(notes))
 
 
 def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -> str:
@@ -132,7 +137,7 @@ def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -
     mode, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
     which = f" for {first} of {len(planner.shapes.layers)} layers" if first else ""
     line = f"auto: gradient checkpointing {mode}{which}, {format_gib(estimate.needed)} estimated"
-    without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
+    without = planner.estimate(apply_changes(resolved, {RECOMPUTATION: "none", RECOMPUTED_LAYERS_KEY: None}))
     needed, available = format_gib(without.needed), format_gib(memory)
     return line if mode == "none" else f"{line}; {needed} without it, {available} available"
 
@@ -140,7 +145,7 @@ def describe_recomputation(planner: Planner, resolved: RunConfig, memory: int) -
 def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
     if not (resolved.training.offload_activations and planner.has_sequences and planner.machine.on_gpu):
         return ""
-    work = planner.build_work(resolved, planner.build_decisions(resolved))
+    work = planner.build_micro_step(resolved, planner.build_decisions(resolved))
     needed = planner.estimate_activations(replace(work, host_memory=None)).on_host
     fitting = planner.estimate_activations(work).on_host
     if fitting == needed:
@@ -160,7 +165,7 @@ def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
     return ops.predict_backend(config.ops.backend) == "cuda"
 
 
-def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
+def _measure_usable_memory(config: RunConfig, device: torch.device) -> int | None:
     """Return the usable memory in bytes of the GPU with the least; None without a GPU.
 
     This is the free memory, limited by training.memory_fraction, plus the CUDA context: estimates include the
@@ -170,7 +175,7 @@ def _measure_least_free(config: RunConfig, device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     usable = min(free, int(total * (config.training.memory_fraction or 1.0)))
-    return min(gather_objects(usable)) + CONTEXT
+    return min(gather_objects(usable)) + CUDA_CONTEXT_BYTES
 
 
 def read_peak_memory_gib() -> float:

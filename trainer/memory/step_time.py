@@ -66,10 +66,10 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network: float) -> tuple[StepTime, str]:
+def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network_bandwidth: float) -> tuple[StepTime, str]:
     """Return the step time for a configuration without `auto`, and a note on assumed values.
 
-    `network` is the number of bytes per second that a GPU receives from other hosts. Raises UserError
+    `network_bandwidth` is the number of bytes per second that a GPU receives from other hosts. Raises UserError
     for gathers by module and for offloading, because their speed is not predicted.
     """
     decided, training, machine = planner.build_decisions(config), config.training, planner.machine
@@ -77,19 +77,19 @@ def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network: fl
     if by_module or config.zero.offload_optimizer or config.zero.offload_parameters:
         reason = "step times with per-module gathers or offloading are not predicted"
         raise UserError(f"--network: {reason}; estimate without --network, --price and --card")
-    measured, utilization, note = _find_measured(planner, config, gpu_name)
-    work = planner.build_work(config, decided)
+    measured, utilization, note = _find_measurements(planner, config, gpu_name)
+    work = planner.build_micro_step(config, decided)
     accumulation, ranks = training.gradient_accumulation_steps, machine.world_size
     fraction = _compute_recomputed_fraction(config, len(planner.shapes.layers))
     compute = _predict_compute(planner, config, work, fraction, measured, find_peak_flops(gpu_name) * utilization)
-    gather, gathers = _predict_gathers(planner, config, measured["link"], network)
+    gather, gathers = _predict_gathers(planner, config, measured["link"], network_bandwidth)
     slowed = compute + measured["interference"] * min(gather, compute)
     added = max(slowed, gather) - compute + gather / (2 * len(planner.shapes.layers))
     within_host = len(set(machine.hosts[: config.parallel.sequence])) <= 1
-    link = measured["exchange"] if within_host else network
+    link = measured["exchange"] if within_host else network_bandwidth
     exchange, exchanges = _predict_exchanges(planner, config, work, fraction, link)
-    slowest_link = network if len(set(machine.hosts)) > 1 else measured["link"]
-    received = planner.bytes_received(config)["gradients"]
+    slowest_link = network_bandwidth if len(set(machine.hosts)) > 1 else measured["link"]
+    received = planner.estimate_received_bytes(config)["gradients"]
     gradients = received / slowest_link + LATENCY_S * math.log2(ranks)
     slowest = STEP_TIME_STD * math.sqrt(2 * math.log(ranks)) * compute * accumulation
     tokens = work.rows * work.settings.length * accumulation
@@ -98,7 +98,7 @@ def predict_step(planner: Planner, config: RunConfig, gpu_name: str, network: fl
     return StepTime(*parts, tokens, (*gathers, *exchanges, *sums)), note
 
 
-def _find_measured(planner: Planner, config: RunConfig, gpu_name: str) -> tuple[dict[str, Any], float, str]:
+def _find_measurements(planner: Planner, config: RunConfig, gpu_name: str) -> tuple[dict[str, Any], float, str]:
     """Return a GPU's measurements, its utilization, and a note on values taken from other measurements.
 
     A GPU that was never measured uses the measurements of REFERENCE_GPU. A quantization type that was never
@@ -124,12 +124,14 @@ def _compute_recomputed_fraction(config: RunConfig, layers: int) -> float:
 
 
 def _predict_compute(
-    planner: Planner, config: RunConfig, work: MicroStep, fraction: float, measured: dict[str, Any], rate: float
+    planner: Planner, config: RunConfig, micro_step: MicroStep, fraction: float, measured: dict[str, Any], rate: float
 ) -> float:
     """Return the compute time of a micro-step in seconds: attention at its measured rate, all else at `rate` FLOP/s."""
-    ranks, length = config.parallel.sequence, work.settings.length * config.parallel.sequence
-    linear = count_flops(planner.shapes, work.rows, work.settings.length, min(work.targets, work.settings.length))
-    attention = count_attention_flops(planner.shapes, work.rows, length) / ranks
+    ranks, length = config.parallel.sequence, micro_step.settings.length * config.parallel.sequence
+    linear = count_flops(
+        planner.shapes, micro_step.rows, micro_step.settings.length, min(micro_step.targets, micro_step.settings.length)
+    )
+    attention = count_attention_flops(planner.shapes, micro_step.rows, length) / ranks
     speeds = measured["attention"]
     forward, backward = speeds[max((shortest for shortest in speeds if shortest <= length), default=min(speeds))]
     selective = config.training.gradient_checkpointing == "selective"
@@ -139,11 +141,14 @@ def _predict_compute(
 
 
 def _predict_gathers(
-    planner: Planner, config: RunConfig, link: float, network: float
+    planner: Planner, config: RunConfig, link_bandwidth: float, network_bandwidth: float
 ) -> tuple[float, list[Collective]]:
-    traffic, accumulation = planner.bytes_received(config), config.training.gradient_accumulation_steps
+    traffic, accumulation = planner.estimate_received_bytes(config), config.training.gradient_accumulation_steps
     local, remote = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
-    seconds, count = max(local / link, remote / network if remote else 0.0), 2 * len(planner.shapes.layers)
+    seconds, count = (
+        max(local / link_bandwidth, remote / network_bandwidth if remote else 0.0),
+        2 * len(planner.shapes.layers),
+    )
     if not seconds:
         return 0.0, []
     seconds += count * LATENCY_S * math.log2(planner.machine.world_size)
@@ -152,7 +157,7 @@ def _predict_gathers(
 
 
 def _predict_exchanges(
-    planner: Planner, config: RunConfig, work: MicroStep, fraction: float, link: float
+    planner: Planner, config: RunConfig, micro_step: MicroStep, fraction: float, link_bandwidth: float
 ) -> tuple[float, list[Collective]]:
     """Return the seconds per micro-step of the all-to-all exchanges around attention, and collectives.
 
@@ -166,8 +171,8 @@ def _predict_exchanges(
     keys = getattr(planner.shapes.model.config.get_text_config(), "num_key_value_heads", None) or heads
     widths = 2 * (heads + keys * ranks // math.gcd(keys, ranks)) * size
     passes = (2 + fraction * config.training.recompute_attention) * len(planner.shapes.layers)
-    received = work.rows * work.settings.length * widths * work.element_size * (ranks - 1) // ranks
-    seconds = received / link + 2 * LATENCY_S * math.log2(ranks)
+    received = micro_step.rows * micro_step.settings.length * widths * micro_step.element_size * (ranks - 1) // ranks
+    seconds = received / link_bandwidth + 2 * LATENCY_S * math.log2(ranks)
     count = round(2 * passes) * config.training.gradient_accumulation_steps
     return passes * seconds, [Collective("token/head all-to-all", count, received // 2, seconds / 2)]
 

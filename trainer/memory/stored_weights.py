@@ -7,7 +7,7 @@ from ops.fake_quantize import ELEMENTS_AT_ONCE
 from trainer.config import QuantizationSection, TrainingSection, ZeroSection
 from trainer.patches.model_properties import ModelProperties
 
-ALLOCATION = 512
+ALLOCATION_GRANULARITY = 512
 """Granularity in bytes of torch's allocator."""
 BYTES_PER_ROUNDED_WEIGHT = 16
 """Bytes per weight while a matrix is rounded (training.qat): four fp32 copies."""
@@ -54,7 +54,7 @@ class ModelShapes:
     """Bytes of buffers, which keep their dtype (SD3.5 Medium has a position table of 864 MiB)."""
 
     @property
-    def trained(self) -> int:
+    def trained_numel(self) -> int:
         """Number of trained elements."""
         return sum(weight.elements for weight in self.weights if weight.trained)
 
@@ -80,14 +80,14 @@ class Placement:
     """Bytes of host memory for the base model's outputs on reference text."""
 
     @property
-    def has_master(self) -> bool:
+    def has_master_weights(self) -> bool:
         """Whether training uses a 16-bit dtype with fp32 master weights."""
         return self.element_size < 4
 
 
 def round_up(size: int) -> int:
     """Round `size` up to a multiple of 512 bytes, the granularity of torch's allocator."""
-    return -(-size // ALLOCATION) * ALLOCATION
+    return -(-size // ALLOCATION_GRANULARITY) * ALLOCATION_GRANULARITY
 
 
 def stored_bytes(weight: Weight, placement: Placement) -> int:

@@ -13,7 +13,7 @@ from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import matches_path
-from trainer.model.model_kind import has_score
+from trainer.model.model_kind import has_score_head
 from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.model.saved_adapter import (
     check_reloadable,
@@ -30,7 +30,7 @@ from trainer.model.targets import (
     resolve_targets,
 )
 from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
-from trainer.parallel.engine.flat_adapter import FLAT, find_flat_adapter, list_trained_parameters
+from trainer.parallel.engine.flat_adapter import FLAT_PREFIX, find_flat_adapter, list_trained_parameters
 from trainer.parallel.engine.linear_layers import get_logical_shape
 from trainer.parallel.engine.partitioned import get_full_size
 from trainer.parallel.ranks.group import set_seed
@@ -120,7 +120,7 @@ def apply_adapter(
 
     from trainer.model.expert_adapter import set_dropout, use_expert_adapters  # imports bitsandbytes
 
-    if task_type and has_score(model.config):
+    if task_type and has_score_head(model.config):
         task_type = "SEQ_CLS"  # PEFT then trains and saves the score head
     if lora.adapter_path:
         adapted = load_initial_adapter(model, lora)
@@ -253,7 +253,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     trainable = total = 0
     trained = {id(parameter) for _, parameter in list_trained_parameters(model)}
     for name, parameter in model.named_parameters():
-        if name.startswith(FLAT):
+        if name.startswith(FLAT_PREFIX):
             continue  # PEFT's parameters, which are views of this buffer, are counted instead
         size = get_logical_shape(parameter).numel()
         total += size

@@ -9,7 +9,7 @@ from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import load_chat_template, render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.records import Conversation
-from trainer.data.tokens import detect_leading_token
+from trainer.data.tokens import detect_bos_token_id
 from trainer.data.vision import PromptImages
 from trainer.model.base import get_context_length
 from trainer.parallel.engine.layer_gather.shards import get_layer_shards
@@ -70,7 +70,7 @@ def encode_prompt(
         rendered, first_token = render_prompt(tokenizer, section, turns), None
     else:
         system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
-        rendered, first_token = text_format.format(system=system, prompt=prompt), detect_leading_token(tokenizer)
+        rendered, first_token = text_format.format(system=system, prompt=prompt), detect_bos_token_id(tokenizer)
     rendered = images.insert(rendered) if images is not None else rendered
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
@@ -93,5 +93,5 @@ def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 def find_end_of_turn(tokenizer: Any) -> int | None:
     """Return the id of the token after an answer in the chat template (possibly the next turn's start), or None."""
     source = load_chat_template(tokenizer, None)
-    token = ChatTemplate(tokenizer, source, {}).closings[False].strip() if source else ""
+    token = ChatTemplate(tokenizer, source, {}).answer_end_tokens[False].strip() if source else ""
     return int(tokenizer.convert_tokens_to_ids(token)) if token else None

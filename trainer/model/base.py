@@ -15,7 +15,7 @@ from trainer.model.model_kind import (
     SCORE_WEIGHT,
     check_kind,
     get_auto_class,
-    has_score,
+    has_score_head,
     has_soft_cap,
     is_mxfp4,
     set_score_head,
@@ -188,7 +188,7 @@ def load_base_model(
     """
     PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)
-    check_kind(base_model, config, may_score=section.has_score)
+    check_kind(base_model, config, allow_score_head=section.has_score)
     config.use_cache = False
     if hasattr(config, "rescale_every") and not unpack:
         # In evaluation mode RWKV rescales the base weights in place, even packed ones, but not the adapters.
@@ -212,7 +212,7 @@ def load_base_model(
         return model
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(build_empty_model(config, section)), config, files)
-    with suppress_loading_output() if has_score(config) else nullcontext():
+    with suppress_loading_output() if has_score_head(config) else nullcontext():
         model = get_auto_class(config).from_pretrained(
             base_model,
             config=config,
@@ -222,7 +222,7 @@ def load_base_model(
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
-    if has_score(config) and SCORE_WEIGHT not in files.read_shapes():
+    if has_score_head(config) and SCORE_WEIGHT not in files.read_shapes():
         model.score.weight.data = init_score_head(config).to(dtype)
     return model.to(device)
 

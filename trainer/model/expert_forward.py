@@ -177,7 +177,7 @@ def run_in_torch(
     # On the meta device (memory estimate) the first expert computes all rows.
     counts = [len(expert_S)] if expert_S.is_meta else torch.bincount(expert_S, minlength=experts.num_experts).tolist()
     token_S = order_S // index_TK.shape[-1]
-    up_product, down_product = (_Products(experts, name, adapters.get(name)) for name in (first, DOWN))
+    up_product, down_product = (_ExpertLinear(experts, name, adapters.get(name)) for name in (first, DOWN))
     results = []
     for expert, rows in enumerate(token_S.split(counts)):
         if len(rows):
@@ -190,7 +190,7 @@ def run_in_torch(
     return y_SH[position_S].view(*index_TK.shape, -1).sum(1).to(x_TH.dtype)
 
 
-class _Products:
+class _ExpertLinear:
     """Computes x W_e^T + bias_e + s dropout(x) A_e^T B_e^T (s: the adapter's scale) for one expert tensor."""
 
     def __init__(self, experts: Any, name: str, adapter: Adapter | None) -> None:

@@ -33,15 +33,18 @@ LOAD_BALANCING = "load_balancing_loss_func"
 """Name of the load-balancing loss function in transformers' modeling files."""
 
 
-def find_expert_targets(model: nn.Module, lora: LoraSection, outside_text: str | None = None) -> list[str]:
+def find_expert_targets(model: nn.Module, lora: LoraSection, non_text_pattern: str | None = None) -> list[str]:
     """Return the paths of the expert tensors to adapt.
 
-    Omits experts that receive no gradient, and tensors that match `lora.exclude_modules` or the pattern `outside_text`
-    (modules outside the text model). The list is empty if an adapter is loaded or `lora.experts` is false.
+    Omits experts that receive no gradient, and tensors that match `lora.exclude_modules` or the pattern
+    `non_text_pattern` (modules outside the text model). The list is empty if an adapter is loaded or `lora.experts` is
+    false.
     """
     if not lora.experts or lora.adapter_path:
         return []
-    excluded = "|".join(filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), outside_text]))
+    excluded = "|".join(
+        filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), non_text_pattern])
+    )
     paths, layers = [], find_expert_modules(model)
     unreached = probe_gradient_coverage(model).unreached if layers else {}
     for path, module in layers.items():
@@ -92,9 +95,9 @@ def matches_aliases(target: str, aliases: list[str]) -> bool:
     return any(matches_path(target, alias) for alias in aliases)
 
 
-def check_experts(model: Any, lora: LoraSection, outside_text: str | None = None) -> None:
+def check_experts(model: Any, lora: LoraSection, non_text_pattern: str | None = None) -> None:
     _check_parameters(model, lora)
-    targets = find_expert_targets(model, lora, outside_text)
+    targets = find_expert_targets(model, lora, non_text_pattern)
     if not targets:
         return
     fix = "or exclude the experts with lora.experts: false"

@@ -17,7 +17,7 @@ from trainer.contract.rendezvous import get_host_name
 from trainer.data.image_features import GRID, FeatureFiles, TowerOutput
 from trainer.data.image_parts import encode_image
 from trainer.data.samples import Samples
-from trainer.data.vision import TYPE_NAMES, ImageInputs, ImageReader, PromptImages
+from trainer.data.vision import TOKEN_TYPE_ARGUMENTS, ImageInputs, ImageReader, PromptImages
 from trainer.model.base import load_model_config
 from trainer.model.model_source import build_load_error
 from trainer.model.published_shapes import is_random
@@ -27,7 +27,7 @@ from trainer.parallel.ranks.group import gather_objects
 
 REPORT_INTERVAL = 100
 
-FAMILIES = (
+SUPPORTED_MODEL_TYPES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3",
     "internvl", "llama4", "smolvlm", "idefics3", "lfm2_vl", "llava", "glm4v", "glm46v", "paddleocr_vl",
 )  # fmt: skip
@@ -47,7 +47,7 @@ def load_image_reader(
     reader = _load_reader(base_model, section, tokenizer, model_config)
     sizes = {"min_pixels": dataset.min_pixels, "max_pixels": dataset.max_pixels}
     for name, value in sizes.items():
-        if value is not None and (reader is None or not reader.set_size(name, value)):
+        if value is not None and (reader is None or not reader.set_pixel_limit(name, value)):
             raise UserError(f"dataset.{name}={value}: has no effect on images of {base_model}; remove the setting")
     if (sizes["min_pixels"] or 0) > (sizes["max_pixels"] or sys.maxsize):
         raise UserError(
@@ -62,7 +62,7 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
     model_config = model_config or load_model_config(base_model, section)
     kind, revision = model_config.model_type, section.revision or "main"
     is_missing = kind in TORCHVISION_ONLY and find_spec("torchvision") is None
-    if is_random(base_model) or kind not in FAMILIES or is_missing:
+    if is_random(base_model) or kind not in SUPPORTED_MODEL_TYPES or is_missing:
         return None
     try:
         images = AutoImageProcessor.from_pretrained(base_model, revision=revision)
@@ -127,18 +127,18 @@ def has_trained_image_modules(model: Any) -> bool:
     return any(isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in parts)
 
 
-def build_image_inputs(reader: ImageReader, model: Any, *, every_rank: bool) -> ImageInputs:
-    """Return a builder for a model's image inputs. With `every_rank`, it adds a dummy image to text-only batches."""
+def build_image_inputs(reader: ImageReader, model: Any, *, add_dummy_images: bool) -> ImageInputs:
+    """Return a builder for a model's image inputs. It can add dummy images to text-only batches."""
     inner = find_base_model(model)
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     accepted = inspect.signature(inner.forward).parameters
-    name = next((name for name in TYPE_NAMES if name in accepted), None)
+    name = next((name for name in TOKEN_TYPE_ARGUMENTS if name in accepted), None)
     text = inner.config.get_text_config()
     is_gemma_4 = text.model_type.startswith("gemma4")
     if rope is not None or (is_gemma_4 and text.use_bidirectional_attention != "vision"):
         name = None
     window = getattr(text, "sliding_window", None) or sys.maxsize
-    empty = reader.build_dummy() if every_rank else None
+    empty = reader.build_dummy() if add_dummy_images else None
     return ImageInputs(reader, inner.dtype, name, window, not is_gemma_4, rope, empty)
 
 

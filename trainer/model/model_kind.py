@@ -28,7 +28,7 @@ OTHER_HEADS = (
 NOT_CAUSAL = ("cpmant", "paligemma", "xlm", "xlnet")
 
 
-def has_score(model_config: Any) -> bool:
+def has_score_head(model_config: Any) -> bool:
     """Return whether config.json names a sequence classification model, such as a reward model."""
     return bool(((getattr(model_config, "architectures", None) or [""])[0] or "").endswith(SEQUENCE_CLASS))
 
@@ -39,7 +39,7 @@ def set_score_head(base_model: str, model_config: Any) -> None:
     from transformers.modeling_layers import GenericForSequenceClassification
 
     setting, kind = f"base_model={base_model}", model_config.model_type
-    if has_score(model_config) and model_config.num_labels != 1:
+    if has_score_head(model_config) and model_config.num_labels != 1:
         raise UserError(
             f"{setting}: its head has {model_config.num_labels} classes, but a reward is one number; use a language "
             "model, or a reward model with num_labels 1"
@@ -73,7 +73,7 @@ def get_auto_class(model_config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
-    if has_score(model_config):
+    if has_score_head(model_config):
         return AutoModelForSequenceClassification
     kind, has_parts = type(model_config), model_config.get_text_config() is not model_config
     is_text_only = kind in AutoModelForCausalLM._model_mapping and not has_parts
@@ -81,10 +81,12 @@ def get_auto_class(model_config: Any) -> Any:
     return AutoModelForMultimodalLM if is_multimodal and not is_text_only else AutoModelForCausalLM
 
 
-def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False, may_score: bool = False) -> None:
+def check_kind(
+    base_model: str, model_config: Any, *, all_trained: bool = False, allow_score_head: bool = False
+) -> None:
     """Raise UserError unless config.json describes a causal language model in a supported format.
 
-    `may_score` allows a score head. `all_trained` rejects 4-bit and FP8 weights, which support only adapters.
+    `allow_score_head` allows a score head. `all_trained` rejects 4-bit and FP8 weights, which support only adapters.
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
@@ -111,7 +113,7 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
             "quantization.quant_type: fp8 or int8)"
         )
     class_name = (getattr(model_config, "architectures", None) or [""])[0] or ""
-    if class_name.endswith(OTHER_HEADS) and not (may_score and has_score(model_config)):
+    if class_name.endswith(OTHER_HEADS) and not (allow_score_head and has_score_head(model_config)):
         raise UserError(
             f"{setting}: {class_name} in config.json does not predict the next token; use a causal language model"
         )
@@ -129,11 +131,11 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False,
         for name, parameter in list(inspect.signature(model_class.forward).parameters.items())[1:]
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD and name != "input_ids"
     ]
-    predicts = has_score(model_config) or hasattr(model_class, "prepare_inputs_for_generation")
+    predicts = has_score_head(model_config) or hasattr(model_class, "prepare_inputs_for_generation")
     if required or not predicts:
         problem = f"needs {required[0]} in every forward pass" if required else "does not generate token by token"
         raise UserError(f"{setting}: {model_class.__name__} {problem}; use a causal language model")
-    if kind in NOT_CAUSAL and not has_score(model_config):
+    if kind in NOT_CAUSAL and not has_score_head(model_config):
         raise UserError(
             f"{setting}: in {model_class.__name__} tokens attend to later tokens, so there is nothing to predict; use "
             "a causal language model"

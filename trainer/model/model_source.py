@@ -67,7 +67,7 @@ class TokenizerKeys:
     chat_template: str | list[dict[str, Any]] | dict[str, str] | None = None
 
 
-NAME_FORMS = "use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder"
+SOURCE_FIX = "use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
 def check_source(setting: str, name: str) -> None:
@@ -92,12 +92,12 @@ def check_source(setting: str, name: str) -> None:
             f"{prefix}: no permission to read this folder; fix its permissions, or copy the model"
         ) from None
     except (OSError, ValueError) as error:  # such as a null byte
-        raise UserError(f"{prefix}: cannot be read ({error}); {NAME_FORMS}") from None
+        raise UserError(f"{prefix}: cannot be read ({error}); {SOURCE_FIX}") from None
     if path.suffix in WEIGHT_SUFFIXES:
         raise UserError(f"{prefix}: no such file; fix the path")
     if not HUB_NAME.fullmatch(name):
         nearest = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        raise UserError(f"{prefix}: no such folder ({nearest} exists); {NAME_FORMS}")
+        raise UserError(f"{prefix}: no such folder ({nearest} exists); {SOURCE_FIX}")
 
 
 def check_config_file(base_model: str) -> None:

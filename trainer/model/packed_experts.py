@@ -63,7 +63,7 @@ class ExpertsLayout:
         return self.kind in STORAGE
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def scale_shape(self) -> tuple[int, int]:
         """Shape of one expert's scales (8-bit values only)."""
         return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
 
@@ -83,7 +83,7 @@ class ExpertsLayout:
             return self.groups.sections()
         if self.is_8bit:
             values = ((self.experts, self.rows, self.cols), STORAGE[self.kind])
-            return {"codes": values, "scales": ((self.experts, *self.grid), torch.float32)}
+            return {"codes": values, "scales": ((self.experts, *self.scale_shape), torch.float32)}
         count = -(-self.rows * self.cols // 2)
         codes: Sections = {"codes": ((self.experts, count), torch.uint8)}
         if self.kind == MXFP4:
@@ -167,7 +167,9 @@ class PackedExperts(nn.Parameter):
         if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
             sections = self.sections()
             scales = _dequantize_scales(sections, layout).view(-1)
-            return _read_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(layout.shape)
+            return _dequantize_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(
+                layout.shape
+            )
         for index in range(layout.experts):
             matrix = self.dequantize_expert(index)
             out[index] = matrix.t() if layout.transposed else matrix
@@ -194,7 +196,7 @@ def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayo
     count = layout.rows * layout.cols
     if count % layout.block == 0 or scales.device.type != "cpu":
         out = torch.empty((1, count), dtype=layout.dtype, device=scales.device)
-        return _read_codes(expert_sections["codes"], scales, sections["book"], layout, out).view(
+        return _dequantize_codes(expert_sections["codes"], scales, sections["book"], layout, out).view(
             layout.rows, layout.cols
         )
     state = scales, sections["book"]
@@ -210,10 +212,10 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
     return sections["nested_book"][sections["scales"].int()] * nested + sections["offsets"][:, None]
 
 
-def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
+def _dequantize_codes(codes: Tensor, scales: Tensor, codebook: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
     """Dequantize codes as one row. On a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
-        scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
+        scales, shape=out.shape, code=codebook, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
     if out.is_cuda:
         dequantize_4bit(codes.view(-1, 1), state, out=out)
@@ -227,13 +229,15 @@ def build_experts_layout(
     dtype: torch.dtype,
     *,
     transposed: bool = False,
-    cell: tuple[int, int] | None = None,
+    scale_block: tuple[int, int] | None = None,
     **four_bit_options: Any,
 ) -> ExpertsLayout:
-    """Build the layout for a tensor [experts, a, b]. 8-bit values have a scale per `cell` (default: per row)."""
+    """Build the layout for a tensor [experts, a, b]. 8-bit values have a scale per `scale_block` (default: per row)."""
     experts, *matrix = shape
     rows, cols = reversed(matrix) if transposed else matrix
-    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols), **four_bit_options)
+    return ExpertsLayout(
+        kind, experts, rows, cols, dtype, transposed, cell=scale_block or (1, cols), **four_bit_options
+    )
 
 
 class FrozenLinearGrouped(nn.Linear):

@@ -63,18 +63,18 @@ def probe_gradient_coverage(model: Any) -> GradientCoverage:
 
 def _observe_gradients(model_class: Any, config: Any) -> GradientCoverage:
     try:
-        few, drop_repeated = _Pass(model_class, config, FEW_TOKENS), True
+        few, drop_repeated = _GradientProbe(model_class, config, FEW_TOKENS), True
     except Exception:  # models that need all of their layers raise errors of any type
-        few, drop_repeated = _Pass(model_class, config, FEW_TOKENS, drop_repeated=False), False
+        few, drop_repeated = _GradientProbe(model_class, config, FEW_TOKENS, drop_repeated=False), False
     late: set[str] = set()
     if few.called - few.reached:
         with suppress(Exception):
-            late = _Pass(model_class, config, MANY_TOKENS, drop_repeated=drop_repeated).reached - few.reached
+            late = _GradientProbe(model_class, config, MANY_TOKENS, drop_repeated=drop_repeated).reached - few.reached
     reasons = {path: NO_GRADIENT if path in few.called else NOT_CALLED for path in few.linear - few.reached - late}
     return GradientCoverage(reasons, frozenset(late))
 
 
-class _Pass:
+class _GradientProbe:
     """Records which linear layers (except the head) and experts a pass calls, and which receive a gradient."""
 
     def __init__(self, model_class: Any, config: Any, tokens: int, *, drop_repeated: bool = True) -> None:
@@ -141,7 +141,7 @@ def _drop_repeated_layers(model: Any) -> Any:
     path, layers = find_decoder_layers(model)
     numbers: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
-        numbers.setdefault(describe_layer(layer), []).append(number)
+        numbers.setdefault(build_layer_key(layer), []).append(number)
     indices_by_first = {indices[0]: indices for indices in numbers.values()}
     layers._modules = {str(number): layers[number] for number in indices_by_first}  # under their original indices
 
@@ -164,7 +164,7 @@ def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return lists[sizes.index(max(sizes))] if lists else ("", nn.ModuleList())
 
 
-def describe_layer(layer: nn.Module) -> Any:
+def build_layer_key(layer: nn.Module) -> Any:
     """Return a key built from modules, settings and weight shapes; it is equal for layers that differ only in index."""
     numbers = [
         (name, value)

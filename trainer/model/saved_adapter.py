@@ -85,7 +85,7 @@ def load_adapter(
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not match a model
         prefix = error_prefix or f"{folder}: does not match this base model"
-        raise UserError(f"{prefix}: {_describe_misfit(error)}") from error
+        raise UserError(f"{prefix}: {_describe_mismatch(error)}") from error
     return adapted if trainable else adapted.eval()
 
 
@@ -101,7 +101,7 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     _set_tensors(adapted, state)
 
 
-def _describe_misfit(error: Exception) -> str:
+def _describe_mismatch(error: Exception) -> str:
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     lines = [line.strip() for line in reason.splitlines() if line.strip() and "Error(s) in loading" not in line]
     return "; ".join(lines[:2])
@@ -138,7 +138,7 @@ def load_on_empty_base(empty: Any, settings: dict[str, Any], shapes: Mapping[str
     try:
         _set_tensors(plain, state)
     except (KeyError, RuntimeError) as error:  # missing rows of new tokens; a tensor with another shape
-        raise ValueError(_describe_misfit(error)) from error
+        raise ValueError(_describe_mismatch(error)) from error
 
 
 def _set_tensors(adapted: Any, state: dict[str, Tensor]) -> None:

@@ -13,9 +13,9 @@ from trainer.model.expert_targets import find_other_parameters
 from trainer.model.targets import find_layers_to_adapt
 
 SERVER_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
-ROUTERS_IN_VLLM = ("mixtral", "gpt_oss")
+VLLM_ROUTER_MODEL_TYPES = ("mixtral", "gpt_oss")
 """Model types for which vLLM calls the router; in other models, MoE code reads its weight and skips the adapter."""
-SGLANG_APPLIES = frozenset(
+SGLANG_LORA_LAYERS = frozenset(
     "q_proj k_proj v_proj qkv_proj o_proj out_proj gate_proj up_proj gate_up_proj down_proj q_a_proj q_b_proj "
     "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
     "lm_head".split()
@@ -27,8 +27,8 @@ def find_unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -
     """Return the last path components of the adapted layers for which the server ignores the adapter."""
     names = {layer.rpartition(".")[2] for layer in layers}
     if server == "sglang":
-        return sorted(names - SGLANG_APPLIES)
-    ignored = {"shared_expert_gate"} | ({"gate", "router"} if model_type not in ROUTERS_IN_VLLM else set())
+        return sorted(names - SGLANG_LORA_LAYERS)
+    ignored = {"shared_expert_gate"} | ({"gate", "router"} if model_type not in VLLM_ROUTER_MODEL_TYPES else set())
     return sorted(names & ignored) if server == "vllm" else []
 
 

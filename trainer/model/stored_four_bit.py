@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ops.grouped import SCALES, GroupedLayout, place_sections
+from ops.grouped import SCALE_DTYPES, GroupedLayout, place_sections
 from ops.reference import dequantize_groups
 from trainer.config import UserError
 from trainer.model.mxfp4 import round_to_codes
@@ -42,7 +42,7 @@ COLUMN_PARTS = {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "orde
 PARTS = {"codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point", "order": "weight_g_idx"}
 PARTS |= {"divisors": "weight_global_scale", "shape": "weight_shape"}
 """Names of a layer's stored tensors, by section of the packed layout; GPTQ and AWQ use COLUMN_PARTS."""
-TYPES = ("F32", "F16", "BF16", "F8_E4M3")
+SCALE_TYPES = ("F32", "F16", "BF16", "F8_E4M3")
 """Safetensors names of the types in ops.grouped.SCALES."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Positions of 8 adjacent columns in an int32 (AWQ)."""
@@ -60,7 +60,7 @@ class FourBitFormat:
     """Whether the columns of a group are not adjacent (`desc_act`)."""
     offset: int = 0
     """Value added to stored zero points, modulo 16."""
-    scaled: Literal["groups"] = "groups"
+    scale_granularity: Literal["groups"] = "groups"
 
     def is_quantized(self, path: str) -> bool:
         """Return whether the linear layer at `path` is stored in 4 bits according to config.json."""
@@ -71,11 +71,11 @@ class FourBitFormat:
     def build_layout(self, shape: Sequence[int], scale: int | None = None) -> GroupedLayout:
         """Return the packed layout of a weight [O, I] or [E, O, I].
 
-        `scale` is the dtype of the scales as an index into TYPES. None selects fp16, or e4m3 for NVFP4.
+        `scale` is the dtype of the scales as an index into SCALE_TYPES. None selects fp16, or e4m3 for NVFP4.
         """
         *experts, rows, cols = shape
         is_float, group = int(self.name == "NVFP4"), self.group or cols
-        scale = TYPES.index("F8_E4M3" if is_float else "F16") if scale is None else scale
+        scale = SCALE_TYPES.index("F8_E4M3" if is_float else "F16") if scale is None else scale
         flags = is_float, int(self.has_zeros), is_float, int(self.has_order)
         return GroupedLayout(next(iter(experts), 0), rows, cols, group, scale, *flags)
 
@@ -184,7 +184,7 @@ class FourBitFiles:
         return {part: self._read_part(part, name) for part in self.layouts[name].sections()}
 
     def _dequantize(self, layout: GroupedLayout, parts: dict[str, Tensor]) -> Tensor:
-        views = parts | {"scales": parts["scales"].view(SCALES[layout.scale]), "order": parts["order"].view(-1)}
+        views = parts | {"scales": parts["scales"].view(SCALE_DTYPES[layout.scale]), "order": parts["order"].view(-1)}
         return dequantize_groups(list(views.values()), layout.is_float, layout.group, torch.float32)
 
     def find_layout(self, stored: StoredParameter, shape: Sequence[int], *, transposed: bool) -> GroupedLayout | None:
@@ -205,7 +205,7 @@ class FourBitFiles:
         for part, section in sections.items():
             section = section.view(torch.uint8) if section.dtype == torch.float8_e4m3fn else section
             view = TensorView(self.read_shapes, partial(self._read_part, part))
-            for index in range(experts) if experts and stored.by_expert else [None]:
+            for index in range(experts) if experts and stored.is_separable_by_expert else [None]:
                 if not section.numel():
                     break
                 value = stored.read(view, index)
@@ -223,7 +223,7 @@ class FourBitFiles:
         """Quantize `target` [O, I] with the stored scales; return packed tensors and the dequantized weight [O, I]."""
         layout, path, parts = self.layouts[name], name.removesuffix(".weight"), self._read_parts(name)
         order = parts["order"].view(-1) if layout.has_order else torch.arange(layout.cols) // layout.group
-        scale = parts["scales"].view(SCALES[layout.scale]).float()
+        scale = parts["scales"].view(SCALE_DTYPES[layout.scale]).float()
         scale = (scale / parts["divisors"] if layout.has_divisors else scale)[:, order]
         steps = torch.where(scale == 0, 0.0, target / scale)
         zero = parts["zeros"][:, order].float() if layout.has_zeros else 8.0
@@ -282,7 +282,10 @@ class FourBitFiles:
         zeros_shape = (count, rows // 8) if self._by_column else (-(-rows // 8), count)
         expected: dict[str, tuple[Shape, Sequence[str]]] = {
             "codes": ((first, second), ["U8"] if is_float else ["I32"]),
-            "scales": ((count, rows) if self._by_column else (rows, count), TYPES[3:] if is_float else TYPES[:3]),
+            "scales": (
+                (count, rows) if self._by_column else (rows, count),
+                SCALE_TYPES[3:] if is_float else SCALE_TYPES[:3],
+            ),
             **({"zeros": (zeros_shape, ["I32"])} if format_.has_zeros else {}),
             **({"order": ((cols,), ["I32"])} if format_.has_order else {}),
             **({"divisors": ((1,), ["F32"])} if is_float else {}),
@@ -296,7 +299,7 @@ class FourBitFiles:
                     f"{self._setting}: {name} has shape {self._shapes[name]} in {self._types[name]}, but "
                     f"{format_.name} in groups of {format_.group or cols} needs {shape} in {types[0]}; {SAME_MODEL_FIX}"
                 )
-        return format_.build_layout((rows, cols), TYPES.index(self._types[f"{path}.{self._parts['scales']}"]))
+        return format_.build_layout((rows, cols), SCALE_TYPES.index(self._types[f"{path}.{self._parts['scales']}"]))
 
 
 def _build_bit_shifts(order: Sequence[int]) -> Tensor:

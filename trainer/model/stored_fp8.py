@@ -25,7 +25,7 @@ from trainer.model.stored_layout import StoredParameter
 from trainer.model.tensor_files import SafetensorsFiles
 
 E4M3 = "F8_E4M3"
-SCALES = ("_scale_inv", "_scale")
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 SERVING_SUFFIXES = (
     "activation_scale",
     "input_scale",
@@ -52,7 +52,7 @@ class Fp8Format:
     name = "FP8"
 
     @property
-    def scaled(self) -> Literal["rows", "blocks"]:
+    def scale_granularity(self) -> Literal["rows", "blocks"]:
         return "rows" if self.block is None else "blocks"
 
     def count_scale_bytes(self, shape: torch.Size) -> int:
@@ -202,7 +202,9 @@ class TensorView:
 def find_scales(files: SafetensorsFiles) -> dict[str, str]:
     """Map the names of FP8 tensors to the names of their scales."""
     types = files.read_types()
-    names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
+    names = {
+        name: [name + end for end in SCALE_SUFFIXES if name + end in types] for name in types if types[name] == E4M3
+    }
     return {name: candidates[0] for name, candidates in names.items() if candidates}
 
 
@@ -224,13 +226,15 @@ def read_fp8_shapes(setting: str, files: SafetensorsFiles, format_: Fp8Format) -
             )
         if name not in scales:
             raise UserError(
-                f"{setting}: {name} is stored in FP8, but {name}{SCALES[0]} is missing; download the model again"
+                f"{setting}: {name} is stored in FP8, but {name}{SCALE_SUFFIXES[0]} is missing; download it again"
             )
-        _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], format_.block or DEFAULT_BLOCK)
+        _check_scale_shape(
+            setting, name, shapes[name], scales[name], shapes[scales[name]], format_.block or DEFAULT_BLOCK
+        )
     return Fp8Files(files, format_).read_shapes()
 
 
-def _check_grid(
+def _check_scale_shape(
     setting: str, name: str, shape: tuple[int, ...], scale: str, scale_shape: tuple[int, ...], block: Block
 ) -> None:
     if len(shape) < 2:

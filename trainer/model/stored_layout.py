@@ -48,7 +48,7 @@ class StoredParameter:
         return set(self.names) == {BLOCKS, SCALES}
 
     @property
-    def by_expert(self) -> bool:
+    def is_separable_by_expert(self) -> bool:
         """Whether each entry of the first dimension can be built separately."""
         if self.converter is None:
             return True

@@ -23,7 +23,7 @@ from trainer.config import ModelSection, QuantizationSection
 from trainer.contract.known_versions import replaces, require
 from trainer.model.eight_bit import FrozenLinear8bit, check_fp8_support
 from trainer.model.four_bit import UNQUANTIZED_LAYERS, quantize_linear
-from trainer.model.model_kind import find_output_layer, get_auto_class, has_score, is_mxfp4
+from trainer.model.model_kind import find_output_layer, get_auto_class, has_score_head, is_mxfp4
 from trainer.model.mxfp4 import MXFP4, strip_quantization
 from trainer.model.packed_experts import (
     GROUPED,
@@ -82,7 +82,7 @@ def load_model_by_module(
             files = FourBitFiles(stored, format_, f"base_model={base_model}")
         else:
             files = stored if format_ is None else Fp8Files(stored, format_)
-        files = TensorsWithScore(files, config) if has_score(config) else files
+        files = TensorsWithScore(files, config) if has_score_head(config) else files
     layout = map_stored_tensors(model, files, base_model)
     Filler(model, files, layout, dtype, device, quantization, unpack).fill(deepspeed_config, shards)
     # PEFT reads this attribute.
@@ -224,7 +224,7 @@ class Filler:
         quant_type = "fp8" if kind is None else kind.quant_type
         return {
             name: build_experts_layout(
-                quant_type, experts[name].shape, self.dtype, transposed=is_transposed_module, cell=cell
+                quant_type, experts[name].shape, self.dtype, transposed=is_transposed_module, scale_block=cell
             )
             for name, cell in cells.items()
         }
@@ -251,7 +251,7 @@ class Filler:
                 return _pack(
                     files, stored, build_experts_layout(MXFP4, parameter.shape, dtype, transposed=True), self.device
                 ).dequantize()
-            if parameter.dim() < 3 or not stored.by_expert:
+            if parameter.dim() < 3 or not stored.is_separable_by_expert:
                 return stored.read(files).to(self.device).to(dtype).contiguous()
             value = torch.empty(parameter.shape, dtype=dtype, device=self.device)
             for index in range(len(parameter)):
@@ -285,11 +285,11 @@ class Filler:
 Read = TypeVar("Read", bound=Tensor)
 
 
-def _broadcast(read: Callable[[], Read], empty: Callable[[], Read]) -> Read:
-    """Read a tensor on rank 0 and broadcast it. `empty` allocates it on the other ranks."""
+def _broadcast(read: Callable[[], Read], allocate: Callable[[], Read]) -> Read:
+    """Read a tensor on rank 0 and broadcast it. `allocate` allocates it on the other ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
-    value = read() if dist.get_rank() == 0 else empty()
+    value = read() if dist.get_rank() == 0 else allocate()
     dist.broadcast(value.data, src=0)
     return value
 
@@ -347,7 +347,7 @@ def _pack(files: StoredTensors, stored: StoredParameter, layout: ExpertsLayout, 
             sections["codes"][index] = files.read(stored.names[BLOCKS][0], index).reshape(-1)
             sections["scales"][index] = files.read(stored.names[SCALES][0], index).reshape(-1)
         return packed
-    tensor = None if stored.by_expert else stored.read(files)
+    tensor = None if stored.is_separable_by_expert else stored.read(files)
     for index in range(layout.experts):
         matrix = stored.read(files, index)[0] if tensor is None else tensor[index]
         packed.quantize(index, matrix.to(device))
@@ -356,7 +356,7 @@ def _pack(files: StoredTensors, stored: StoredParameter, layout: ExpertsLayout, 
 
 def _put_fp8(files: Fp8Files, stored: StoredParameter, packed: PackedExperts) -> None:
     layout = packed.packing
-    for index in range(layout.experts) if stored.by_expert else [None]:
+    for index in range(layout.experts) if stored.is_separable_by_expert else [None]:
         codes, scales = files.read_codes(stored, index), files.read_scales(stored, layout.cell, index)
         if layout.transposed:
             codes, scales = codes.mT, scales.mT

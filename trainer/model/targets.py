@@ -36,7 +36,7 @@ from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.parallel.engine.linear_layers import get_logical_shape, is_linear, is_quantized
 from trainer.parallel.engine.partitioned import get_full_shape
 
-IS_ROUTER = "route tokens to experts; to adapt them, name them in lora.target_modules"
+ROUTER_REASON = "route tokens to experts; to adapt them, name them in lora.target_modules"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,11 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             inner = _summarize_names(
                 path for path in linear if any(path.startswith(f"{parent}.") for parent in reachable)
             )
-            advice = f"is not a layer, but contains layers; use {inner}" if inner else _suggest(name, linear, "layer")
+            advice = (
+                f"is not a layer, but contains layers; use {inner}"
+                if inner
+                else _describe_unmatched_name(name, linear, "layer")
+            )
             raise UserError(f"lora.target_modules={to_text(name)}: {advice}")
         if reachable & linear <= set(untrainable):
             reason = untrainable[min(reachable & linear)]
@@ -120,16 +124,22 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     } | {*expert_aliases}
     for name in lora.exclude_modules:
         if not any(re.fullmatch(build_subtree_pattern(name), path) for path in excludable):
-            raise UserError(f"lora.exclude_modules={to_text(name)}: {_suggest(name, excludable, 'module')}")
+            raise UserError(
+                f"lora.exclude_modules={to_text(name)}: {_describe_unmatched_name(name, excludable, 'module')}"
+            )
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(f"lora.modules_to_save={to_text(name)}: {_suggest(name, set(paths), 'module')}")
+            raise UserError(
+                f"lora.modules_to_save={to_text(name)}: {_describe_unmatched_name(name, set(paths), 'module')}"
+            )
     layers = list(find_layers_to_adapt(model, lora))
     adapted = [*layers, *find_expert_targets(model, lora, outside_text), *find_other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
-                raise UserError(f"lora.{setting}={to_text(name)}: {_suggest(name, set(adapted), 'adapted layer')}")
+                raise UserError(
+                    f"lora.{setting}={to_text(name)}: {_describe_unmatched_name(name, set(adapted), 'adapted layer')}"
+                )
     if not adapted and lora.exclude_modules:
         problem = "excludes all layers; remove some entries"
         raise UserError(f"lora.exclude_modules={to_text(lora.exclude_modules)}: {problem}")
@@ -177,7 +187,7 @@ def _find_excluded_by_default(model: Any) -> dict[str, str]:
     routers = {name.removesuffix(".weight") for name in find_router_weights(model)}
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     reasons = dict.fromkeys(_find_custom_linears(model), "compute more than a matrix product, as routers do")
-    return reasons | dict.fromkeys(sorted(routers & linear - set(reasons)), IS_ROUTER)
+    return reasons | dict.fromkeys(sorted(routers & linear - set(reasons)), ROUTER_REASON)
 
 
 def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
@@ -290,7 +300,7 @@ def _is_target(path: str, lora: LoraSection) -> bool:
     return any(matches_path(name, path) for name in lora.target_modules)
 
 
-def _suggest(name: str, paths: set[str], kind: str) -> str:
+def _describe_unmatched_name(name: str, paths: set[str], kind: str) -> str:
     names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)

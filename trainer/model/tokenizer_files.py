@@ -29,7 +29,7 @@ SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
 """Settings in which transformers records the source of a tokenizer."""
 
 
-def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
+def read_tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
     """Return the files of a tokenizer and its processor as {file name: content}.
 
     An unmodified tokenizer's files are copied from its source; a modified tokenizer is saved anew. `revision`

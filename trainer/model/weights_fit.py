@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer.config import UserError
-from trainer.model.model_kind import SCORE_WEIGHT, has_score, is_mxfp4
+from trainer.model.model_kind import SCORE_WEIGHT, has_score_head, is_mxfp4
 from trainer.model.mxfp4 import read_mxfp4_shapes, strip_quantization
 from trainer.model.stored_four_bit import FourBitFiles, FourBitFormat
 from trainer.model.stored_fp8 import SAME_MODEL_FIX, find_scales, read_fp8_shapes
@@ -60,7 +60,7 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
 def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[str]:
     """Check transformers' `output_loading_info`; return warnings and raise UserError as `check_weights_fit` does."""
     name, expected = type(model).__name__, len(model.state_dict())
-    if has_score(model.config):
+    if has_score_head(model.config):
         # A language model's checkpoint has an output head instead of a score head.
         info = info | {
             "missing_keys": set(info["missing_keys"]) - {SCORE_WEIGHT},

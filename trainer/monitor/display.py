@@ -17,7 +17,7 @@ SHORTEST_BAR, LONGEST_BAR = 4, 40
 LINES_WITH_BAR = 20
 """Number of step lines per run that are printed above the bar."""
 _FORMATS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
-NO_RATE = "0.00e+00"
+ZERO_LEARNING_RATE = "0.00e+00"
 """A learning rate of 0, with which a warm-up begins."""
 BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
 
@@ -49,7 +49,7 @@ class Display:
             self._record_time(step)
             left = [f"{self._format_time_left():>8} left"] if self._mode == "lines" else []
             line = "  ".join([head, *left, *format_step(values, detailed=True)])
-            self._print(line.replace(NO_RATE, f"{'0 warmup':>{len(NO_RATE)}}"))
+            self._print(line.replace(ZERO_LEARNING_RATE, f"{'0 warmup':>{len(ZERO_LEARNING_RATE)}}"))
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         self._record_time(step)

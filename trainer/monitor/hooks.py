@@ -96,7 +96,7 @@ class StartReport(Hook):
         return times
 
 
-class Samples(Hook):
+class SampleHook(Hook):
     """Generates samples every `every` steps on every rank, except after the last step."""
 
     def __init__(self, sample: Callable[[str, int], None], every: int, total_steps: int) -> None:
@@ -125,7 +125,7 @@ class History(Protocol):
     spikes: int
 
 
-class SpikeWatch(Hook):
+class SpikeDetector(Hook):
     """Detects losses that exceed the recent median by both 8 standard deviations and a fifth of the median."""
 
     def __init__(self, say: Callable[[str], None], history: History) -> None:

@@ -25,7 +25,7 @@ from trainer.monitor.display import Display
 from trainer.monitor.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
-GPU_EVERY_S = 2.0
+GPU_READ_INTERVAL_S = 2.0
 """Minimum time between readings of the GPU's counters, which take milliseconds."""
 
 
@@ -96,8 +96,8 @@ class Metrics:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {key: float(value) for key, value in values.items()}
         if "train/loss" in numbers:
-            if time.monotonic() - self._gpu_read > GPU_EVERY_S:
-                self._gpu, self._gpu_read = read_gpu(), time.monotonic()
+            if time.monotonic() - self._gpu_read > GPU_READ_INTERVAL_S:
+                self._gpu, self._gpu_read = read_gpu_metrics(), time.monotonic()
             numbers |= self._gpu
         # NaN is not valid JSON; other readers would reject the file.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
@@ -142,7 +142,7 @@ class Metrics:
         self._trackers.close()
 
 
-def read_gpu() -> dict[str, float]:
+def read_gpu_metrics() -> dict[str, float]:
     """Return gpu/utilization (% of the time), gpu/power_watts and gpu/memory_gib (of all processes), if available."""
     import torch  # not needed by readers of metrics.jsonl
 

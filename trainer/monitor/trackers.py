@@ -24,14 +24,14 @@ IDENTITY_FILE = "tracker-ids.json"
 # TensorBoard sorts groups by name, capital letters first, so these tags come before eval/bpt.
 TOP_TAGS = {"train/loss": "Loss/training", "eval/loss": "Loss/held out"}
 CHARTS = {"Loss": {"training and held out": ["Multiline", ["train/loss", "eval/loss"]]}}
-Write = Callable[[dict[str, Any], int], object]
+LogFunction = Callable[[dict[str, Any], int], object]
 
 
 @dataclass(frozen=True)
 class OpenRun:
     run_id: str
     """The run's ID; empty if the service needs no ID."""
-    log: Write
+    log: LogFunction
     """Function that logs values for a step."""
     finish: Callable[[], object]
     wrap_image: Callable[[Any], Any] | None = None
@@ -60,11 +60,11 @@ class Trackers:
         run_dir: Path,
         settings: Mapping[str, Any],
         say: Callable[[str], None],
-        first_step: int,
+        completed_steps: int,
     ) -> None:
         """Open a run in each service, or resume the run in `run_dir`; `settings` are logged as hyperparameters.
 
-        `first_step` is the number of steps completed before this run was started or resumed.
+        `completed_steps` is the number of steps completed before this run was started or resumed.
         """
         self._say, path = say, run_dir / IDENTITY_FILE
         name = logging.run_name or run_dir.resolve().name
@@ -75,7 +75,7 @@ class Trackers:
         recorded_ids = read_json(path) if path.is_file() else {}
         self._open = {
             service: _OPENERS[service](
-                _RunRequest(logging.project, name, run_dir, recorded_ids.get(service), hyperparameters, first_step)
+                _RunRequest(logging.project, name, run_dir, recorded_ids.get(service), hyperparameters, completed_steps)
             )
             for service in logging.report_to
         }

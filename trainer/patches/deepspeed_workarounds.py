@@ -22,15 +22,15 @@ NORM_METHOD = "get_grad_norm_direct"
 def install_workarounds(engine: Engine) -> None:
     is_stage_0 = engine.zero_optimization_stage() == 0
     if is_stage_0 and engine.optimizer is not engine.basic_optimizer:  # DeepSpeed wraps it only for 16-bit types
-        undo_zero_step(engine.optimizer)
+        undo_zero_gradient_step(engine.optimizer)
     if engine.fp16_enabled():
         delay_loss_scale(engine.optimizer, scaled_norm=is_stage_0)
         if is_stage_0:
-            scale_the_loss(engine)
+            scale_loss(engine)
 
 
 @replaces("state and master weights of the 16-bit optimizer of stage 0 after its start")
-def undo_zero_step(optimizer: Any) -> None:
+def undo_zero_gradient_step(optimizer: Any) -> None:
     """Clear the state of a 16-bit optimizer at stage 0, and reset its master weights to the model's weights.
 
     DeepSpeed creates the state with a step on zero gradients. That step decays the weights and is counted, so the first
@@ -71,7 +71,7 @@ def delay_loss_scale(optimizer: Any, *, scaled_norm: bool) -> None:
 
 
 @replaces("`engine.backward`")
-def scale_the_loss(engine: Engine) -> None:
+def scale_loss(engine: Engine) -> None:
     """Multiply the loss at stage 0 by the fp16 loss scale if DeepSpeed does not.
 
     DeepSpeed divides the gradients by the scale without multiplying the loss by it. Gradients would be 65,536
@@ -161,9 +161,9 @@ class UpdateGuard:
 class AdapterGuard:
     """Clips each adapter's gradient by its own norm, and skips the update of adapters with a non-finite norm."""
 
-    def __init__(self, engine: Engine, limits: Sequence[float]) -> None:
+    def __init__(self, engine: Engine, max_grad_norms: Sequence[float]) -> None:
         """Install the guard on a stage 1 or 2 engine with a group per adapter; a limit of 0 disables clipping."""
-        self._zero, self._limits = engine.optimizer, limits
+        self._zero, self._limits = engine.optimizer, max_grad_norms
         self._updated = 0
         self.untrained: set[int] = set()
         """Indices of adapters that are currently not trained."""

@@ -41,12 +41,12 @@ class FusionReport:
     """Pairs (name, reason) for layers that are not fused."""
 
     @property
-    def fused(self) -> int:
+    def fused_count(self) -> int:
         return self.total - len(self.rejected)
 
     def format_summary(self) -> list[str]:
         grouped = sum(len(group) for group in self.groups if len(group) > 1)
-        lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
+        lines = [f"fused {self.fused_count} of {self.total} adapted layers ({self.backend}), {grouped} of them grouped"]
         examples = {reason: name for name, reason in reversed(self.rejected)}
         counts = Counter(reason for _, reason in self.rejected)
         return lines + [
@@ -71,7 +71,7 @@ def fuse_layers(
     """
     chosen = ops.load_backend(backend)
     report, groups = group_layers(model, forward, separate=separate, backend=f"{chosen.name}: {chosen.reason}")
-    check_operators(groups, get_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    check_operators(groups, get_layer_shards(model), test_many_tokens=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     for group in groups:
         group.install()
     return report
@@ -233,10 +233,10 @@ class FusedGroup:
         return self.compute([self.members[index]], x)[0]
 
     def compute(self, members: Sequence[FusedLayer], x: Tensor) -> list[Tensor]:
-        return compute(members, x)
+        return compute_group(members, x)
 
 
-def compute(
+def compute_group(
     members: Sequence[FusedLayer], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
 ) -> list[Tensor]:
     """Compute y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members, with a shared dropout mask.
@@ -258,11 +258,13 @@ def compute(
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
 
 
-def check_operators(groups: Sequence[FusedGroup], shards: LayerShards | None = None, *, many: bool = False) -> None:
+def check_operators(
+    groups: Sequence[FusedGroup], shards: LayerShards | None = None, *, test_many_tokens: bool = False
+) -> None:
     """Compare the operators with plain torch on this model's own weights, once per shape.
 
-    Runs a few random tokens forward and backward. With `many`, repeats the test with MANY_TOKENS. Raises ValueError if
-    an error exceeds a few roundings of the compute dtype.
+    Runs a few random tokens forward and backward. With `test_many_tokens`, repeats the test with MANY_TOKENS. Raises
+    ValueError if an error exceeds a few roundings of the compute dtype.
     """
     tested: set[tuple[Any, ...]] = set()
     for group in groups:
@@ -271,7 +273,7 @@ def check_operators(groups: Sequence[FusedGroup], shards: LayerShards | None = N
         if (shapes, members[0].kind) not in tested:
             tested.add((shapes, members[0].kind))
             with _gather(members, shards):
-                _check_group(members, (1, MANY_TOKENS // TEST_TOKENS) if many else (1,))
+                _check_group(members, (1, MANY_TOKENS // TEST_TOKENS) if test_many_tokens else (1,))
 
 
 def _gather(members: Sequence[FusedLayer], shards: LayerShards | None) -> AbstractContextManager[Any]:
@@ -302,7 +304,7 @@ def _check_group(members: Sequence[FusedLayer], repeats: Sequence[int]) -> None:
     allowed = 1e-3 if dtype == torch.float32 else 2e-2
     for repeat in repeats:
         tokens = x.detach().repeat(repeat, 1).requires_grad_()
-        outputs = compute(members, tokens, (downs, ups))
+        outputs = compute_group(members, tokens, (downs, ups))
         our_grads = torch.autograd.grad(outputs, [tokens, *downs, *ups], [grad.repeat(repeat, 1) for grad in grads])
         pairs = [("output", *pair) for pair in zip(outputs, expected, strict=True)]
         pairs += [("gradient", *pair) for pair in zip(our_grads, expected_grads, strict=True)]

@@ -25,11 +25,11 @@ from trainer.patches.loss_head import TokenLoss
 WARMUP_BATCHES = 3
 """Number of initial micro-batches that are not measured, as they compile, tune and allocate."""
 MEASURED_BATCHES = 3
-HOST_BOUND = 0.8
+MIN_HOST_FRACTION = 0.8
 """Capture graphs only if launching a forward pass takes at least this fraction of its time."""
 MAX_CAPTURES = 16
 Log = Callable[[str], None]
-Replayed = tuple[StaticShape, "StaticInputs", CapturedPass]
+Capture = tuple[StaticShape, "StaticInputs", CapturedPass]
 
 
 class StaticInputs:
@@ -67,7 +67,7 @@ class GraphedLoss:
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], log: Log):
         self._loss, self._module, self._flat, self._mode, self._log = loss, module, flat, mode, log
         self._capturer: GraphCapturer | None = None
-        self._captures: dict[StaticShape, Replayed] = {}
+        self._captures: dict[StaticShape, Capture] = {}
         self._seen: Counter[StaticShape] = Counter()
         self._sizes: list[tuple[int, int]] = []
         self._host_fractions: list[float] = []
@@ -96,15 +96,15 @@ class GraphedLoss:
         return None
 
     @property
-    def balancing(self) -> Tensor | float:
-        return self._loss.balancing
+    def load_balancing_loss(self) -> Tensor | float:
+        return self._loss.load_balancing_loss
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         self._calls += 1
         if self.off_reason or not self._module.training or not torch.is_grad_enabled() or self._flat.has_view_hook:
             return self._loss(model, batch, device)
         if len(self._sizes) < WARMUP_BATCHES + MEASURED_BATCHES:
-            return self._measure(model, batch, device)
+            return self._run_and_measure(model, batch, device)
         capture = self._find_capture(batch, device)
         if capture is None:
             return self._loss(model, batch, device)
@@ -125,7 +125,7 @@ class GraphedLoss:
         self._calls = self._replayed = 0
         return fraction
 
-    def drop(self, reason: str = "") -> None:
+    def release_graphs(self, reason: str = "") -> None:
         """Free all graphs and their memory. If a reason is given, use no graphs from now on."""
         if reason and not self.off_reason:
             self.off_reason = reason
@@ -139,7 +139,7 @@ class GraphedLoss:
     def _build_host_inputs(self, batch: MicroBatch, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
         return self._loss.build_host_inputs(pad_to_shape(batch, shape), shape.targets)
 
-    def _measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
+    def _run_and_measure(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """Run the pass eagerly. After the warm-up, also measure the fraction of time spent on launching kernels."""
         self._sizes.append(measure_sizes(batch))
         if self._mode == "on" or len(self._sizes) <= WARMUP_BATCHES:
@@ -150,11 +150,14 @@ class GraphedLoss:
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
         self._host_fractions.append((launched - started) / (time.perf_counter() - started))
-        if len(self._host_fractions) == MEASURED_BATCHES and (fraction := median(self._host_fractions)) < HOST_BOUND:
-            self.drop(f"launching takes only {fraction:.0%} of a forward pass's time")
+        if (
+            len(self._host_fractions) == MEASURED_BATCHES
+            and (fraction := median(self._host_fractions)) < MIN_HOST_FRACTION
+        ):
+            self.release_graphs(f"launching takes only {fraction:.0%} of a forward pass's time")
         return loss
 
-    def _find_capture(self, batch: MicroBatch, device: torch.device) -> Replayed | None:
+    def _find_capture(self, batch: MicroBatch, device: torch.device) -> Capture | None:
         """Return the graph for this batch, or None if the batch must run eagerly. Captures a shape that recurs."""
         if self._capturer is not None and not self._capturer.is_current:
             self._give_up("the adapter's address in memory has changed", warn=True)
@@ -167,11 +170,11 @@ class GraphedLoss:
             return self._captures[shape if shape in fitting else min(fitting, key=lambda other: other.targets)]
         self._seen[shape] += 1
         should_capture = self._seen[shape] > 1 or not self._captures
-        if not should_capture or not self._loss.is_observed or len(self._captures) == MAX_CAPTURES:
+        if not should_capture or not self._loss.is_head_probed or len(self._captures) == MAX_CAPTURES:
             return None
         return self._capture(batch, shape, device)
 
-    def _capture(self, batch: MicroBatch, shape: StaticShape, device: torch.device) -> Replayed | None:
+    def _capture(self, batch: MicroBatch, shape: StaticShape, device: torch.device) -> Capture | None:
         started, reason = time.perf_counter(), ""
         try:
             if self._capturer is None:
@@ -203,7 +206,7 @@ class GraphedLoss:
     def _give_up(self, reason: str, *, warn: bool) -> None:
         if warn:
             self._log("[yellow]warning:[/yellow] micro-steps could not be captured")
-        self.drop(reason)
+        self.release_graphs(reason)
 
 
 def _describe_first_error(error: BaseException) -> str:

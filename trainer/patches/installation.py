@@ -21,7 +21,12 @@ from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import AdapterGuard, UpdateGuard, install_workarounds
 from trainer.patches.mamba import install_mamba_projections
 from trainer.patches.norm_mlp_rope import PARTS, install_input_recomputation, replace_elementwise
-from trainer.patches.packed_attention import copy_heads_without_flash, set_varlen, use_flash_in_towers, use_varlen
+from trainer.patches.packed_attention import (
+    copy_heads_without_flash,
+    set_varlen,
+    use_flash_in_towers,
+    use_varlen_if_supported,
+)
 from trainer.patches.recompute import enable_recomputation, list_recomputed_layers
 from trainer.patches.tiled_mlp import tile_feed_forward
 
@@ -60,7 +65,7 @@ def install_on_base_model(model: Any, plan: PatchPlan) -> list[str]:
     if plan.shares_sequences:
         set_varlen(model)  # on any device: the settings and the model were checked before
     elif plan.varlen:
-        use_varlen(model, plan.device, plan.dtype)
+        use_varlen_if_supported(model, plan.device, plan.dtype)
     use_flash_in_towers(model, plan.device, plan.dtype)
     if not plan.own_elementwise:
         return [f"{', '.join(PARTS.values())}: not replaced ({plan.elementwise_reason})"]
@@ -83,12 +88,12 @@ def install_on_adapted_model(model: Any, plan: PatchPlan) -> list[str]:
 
 
 def install_on_engine(
-    engine: Engine, max_grad_norm: float, *, clips_on_device: bool, limits: Sequence[float] = ()
+    engine: Engine, max_grad_norm: float, *, clips_on_device: bool, max_grad_norms: Sequence[float] = ()
 ) -> AdapterGuard | None:
-    """Patch DeepSpeed's engine; given gradient norm `limits` per adapter, return the guard that applies them."""
+    """Patch DeepSpeed's engine; with `max_grad_norms` per adapter, return the guard that applies them."""
     install_workarounds(engine)
-    if limits:
-        return AdapterGuard(engine, limits)
+    if max_grad_norms:
+        return AdapterGuard(engine, max_grad_norms)
     if clips_on_device:
         UpdateGuard(engine, max_grad_norm)
     return None
@@ -136,9 +141,9 @@ def _install_adapters(model: Any, plan: PatchPlan) -> list[str]:
     }
     try:
         if (choice := find_choice(model)) is not None:
-            from trainer.patches.many_adapters import fuse_many
+            from trainer.patches.many_adapters import fuse_adapters
 
-            return fuse_many(model, choice, plan.backend, **options).format_summary()
+            return fuse_adapters(model, choice, plan.backend, **options).format_summary()
         report = fuse_layers(model, plan.backend, **options)
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -23,7 +23,7 @@ from ops.head import (
     sum_token_losses_from_logits,
 )
 from trainer.contract.known_versions import patch_attribute, replaces, require
-from trainer.data.batches import IGNORED, MicroBatch
+from trainer.data.batches import IGNORE_INDEX, MicroBatch
 from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import LOAD_BALANCING
 from trainer.parallel.engine.flat_adapter import find_flat_adapter
@@ -38,7 +38,7 @@ from trainer.patches.plain_head import (
     replace_head,
 )
 
-FOUR_POSITION_ROW_MODELS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
+EXTRA_POSITION_ROW_MODELS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl")
 """Models that need a fourth row of positions, in addition to their own three, to separate the documents of a pack."""
 TOKEN_TYPE_MODELS = ("molmo2",)
 """Models that require the type of each token in training: 0 for text."""
@@ -57,19 +57,20 @@ class TokenLoss:
         *,
         fused: bool | None = None,
         say: Callable[[str], None] | None = None,
-        balance: float = 0.0,
+        aux_loss_weight: float = 0.0,
         kind: LossKind = NLL,
     ) -> None:
         """Prepare the model's loss: `kind` if gradients are enabled, -log p otherwise.
 
         `fused` is the choice made in trainer/memory/decisions.py; if it turns out to be wrong, a warning is passed to
-        `say`. `balance` is the weight of the model's own load-balancing loss, which training adds as `balancing`.
+        `say`. `aux_loss_weight` is the weight of the model's own load-balancing loss, which training adds as
+        `load_balancing_loss`.
         """
         self._module = module
         self._planned_fused, self._say = fused, say
-        self._balance, self._kind = balance, kind
-        self.balancing: torch.Tensor | float = 0.0
-        """Load-balancing loss of the latest batch, times `balance` and the batch's target weight."""
+        self._balance, self._kind = aux_loss_weight, kind
+        self.load_balancing_loss: torch.Tensor | float = 0.0
+        """Load-balancing loss of the latest batch, times `aux_loss_weight` and the batch's target weight."""
         base = find_base_model(module)
         self._base, self._config = base, base.config
         self._selects_positions = "logits_to_keep" in inspect.signature(base.forward).parameters
@@ -90,23 +91,23 @@ class TokenLoss:
 
         No matmul combines targets of different parts. With `parts=None`, returns the sum over the batch as a scalar.
         """
-        self.observe(batch, device)
+        self.probe_head(batch, device)
         inputs, targets = self._build_inputs(batch, device)
         weights = to_device(batch.weights, device) if torch.is_grad_enabled() else None
 
         # On the host, where the batch is, because nonzero() on the device would synchronize with it.
         flat = targets.flatten()
-        target_positions = (flat != IGNORED).nonzero().squeeze(1)
+        target_positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
         chosen = to_device(flat[target_positions], device)
         positions_on_device = to_device(target_positions, device) if len(target_positions) != len(flat) else None
         call = partial(self._call_model, model, batch=batch)
         return self._compute_loss(call, inputs, chosen, positions_on_device, weights, parts)
 
-    def build_host_inputs(self, batch: MicroBatch, target_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
-        """Build inputs and targets [B, K] on the host for `compute_from_inputs`, with K >= `target_positions`."""
+    def build_host_inputs(self, batch: MicroBatch, min_positions: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
+        """Build inputs and targets [B, K] on the host for `compute_from_inputs`, with K >= `min_positions`."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if batch.position_ids is not None:
-            rows = (4, -1, -1) if self._config.model_type in FOUR_POSITION_ROW_MODELS else batch.position_ids.shape
+            rows = (4, -1, -1) if self._config.model_type in EXTRA_POSITION_ROW_MODELS else batch.position_ids.shape
             inputs["position_ids"] = batch.position_ids.expand(rows)
         # Only our variable-length attention accepts document bounds; transformers infers them from position_ids.
         if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
@@ -118,19 +119,19 @@ class TokenLoss:
         inputs |= batch.images
         targets = batch.targets
         if self._selects_positions:
-            has_target = (targets != IGNORED).any(0)
+            has_target = (targets != IGNORE_INDEX).any(0)
             positions = has_target.nonzero().squeeze(1)
-            if len(positions) < target_positions:
-                padding = (~has_target).nonzero().squeeze(1)[: target_positions - len(positions)]
+            if len(positions) < min_positions:
+                padding = (~has_target).nonzero().squeeze(1)[: min_positions - len(positions)]
                 positions = torch.cat([positions, padding])
             targets = targets[:, positions]
             inputs["logits_to_keep"] = positions
         return inputs, targets
 
     def compute_from_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
-        """Compute the loss from device tensors without synchronizing with the device; requires `is_observed`.
+        """Compute the loss from device tensors without synchronizing with the device; requires `is_head_probed`.
 
-        IGNORED targets have a loss of 0.
+        IGNORE_INDEX targets have a loss of 0.
         """
         return self._compute_loss(
             lambda inputs: model(**inputs, use_cache=False), inputs, targets.flatten(), None, None
@@ -145,19 +146,19 @@ class TokenLoss:
         return has_separate_documents(self._base)
 
     @property
-    def is_observed(self) -> bool:
+    def is_head_probed(self) -> bool:
         return self._head is None or self._factor is not None
 
     def _compute_loss(
         self,
         call: Callable[..., Any],
         inputs: dict[str, Any],
-        chosen: torch.Tensor,
+        target_ids: torch.Tensor,
         target_positions: torch.Tensor | None,
         weights: torch.Tensor | None,
         parts: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute the loss of the target tokens `chosen` at `target_positions`.
+        """Compute the loss of the target tokens `target_ids` at `target_positions`.
 
         None for `target_positions` selects all positions; None for `weights` weights all targets by 1. Returns a
         sum for each of `parts`, or a single sum if `parts` is None.
@@ -169,10 +170,10 @@ class TokenLoss:
 
         def sum_parts(rows: torch.Tensor, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
             if parts is None:
-                return loss(rows, chosen, weights)
+                return loss(rows, target_ids, weights)
             sizes = list(parts)
             part_weights = [None] * len(sizes) if weights is None else weights.split(sizes)
-            return torch.stack(list(map(loss, rows.split(sizes), chosen.split(sizes), part_weights)))
+            return torch.stack(list(map(loss, rows.split(sizes), target_ids.split(sizes), part_weights)))
 
         kind = self._kind if torch.is_grad_enabled() else NLL
 
@@ -201,12 +202,12 @@ class TokenLoss:
     ) -> torch.Tensor:
         """Return the measures of `measure_tokens` [5, K] for the batch's K targets; LOSS is differentiable.
 
-        `base_states` is the result of `compute_base_states`, and requires `is_in_chunks`.
+        `base_states` is the result of `compute_base_states`, and requires `computes_in_chunks`.
         """
-        self.observe(batch, device)
+        self.probe_head(batch, device)
         inputs, targets = self._build_inputs(batch, device)
         flat = targets.flatten()
-        positions = (flat != IGNORED).nonzero().squeeze(1)
+        positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
         target_positions, chosen = to_device(positions, device), to_device(flat[positions], device)
 
         def compute_measures(hidden: torch.Tensor) -> torch.Tensor:
@@ -233,7 +234,7 @@ class TokenLoss:
             mask = to_device(mask, inputs["input_ids"].device)
         with mask_balancing_loss(mask, self._base):
             result = model(**inputs, use_cache=False, output_router_logits=True)
-        self.balancing = self._balance * result.aux_loss * batch.target_weight
+        self.load_balancing_loss = self._balance * result.aux_loss * batch.target_weight
         return result
 
     def compute_divergence(
@@ -260,13 +261,13 @@ class TokenLoss:
             log_p_KV = logits.flatten(0, 1)[target_positions].float().log_softmax(-1)
             return (log_p_KV.exp() * (log_p_KV - base_states)).sum()
 
-    def is_in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
+    def computes_in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
         """Return whether logits are computed from hidden states in chunks; a collective call."""
         with self._allow_extra_passes(batch, device):
             return self._head is not None
 
     def compute_base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the base model's states [K, H] at the K targets if `is_in_chunks`, else log-probabilities [K, V]."""
+        """Return the base model's states [K, H] at the K targets with `computes_in_chunks`, else log-probs [K, V]."""
         with self._allow_extra_passes(batch, device):
             inputs, target_positions = self._build_inputs_and_positions(batch, device)
             states: list[torch.Tensor] = []
@@ -282,7 +283,7 @@ class TokenLoss:
     @contextmanager
     def _allow_extra_passes(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
         """Allow other forward passes in the block, then restore the flat adapter's views for the backward pass."""
-        self.observe(batch, device)
+        self.probe_head(batch, device)
         flat = find_flat_adapter(self._module)
         with flat.keep_views() if flat is not None else nullcontext():
             yield
@@ -291,9 +292,9 @@ class TokenLoss:
         self, batch: MicroBatch, device: torch.device
     ) -> tuple[dict[str, Any], torch.Tensor]:
         inputs, targets = self._build_inputs(batch, device)
-        return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
+        return inputs, to_device((targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1), device)
 
-    def observe(self, batch: MicroBatch, device: torch.device) -> None:
+    def probe_head(self, batch: MicroBatch, device: torch.device) -> None:
         """On the first call, run the model on two tokens to decide how to compute head and loss."""
         if self._head is not None and self._factor is None:
             self._factor = measure_head_factor(self._module, self._head, batch.input_ids[:1, :2].to(device))
@@ -306,7 +307,7 @@ class TokenLoss:
         logits, targets = self.compute_logits(model, batch, device)
         # One row at a time, as fp32 logits of the whole batch would double the peak memory.
         rows = [
-            F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
+            F.cross_entropy(row.float(), target, ignore_index=IGNORE_INDEX, reduction="sum")
             for row, target in zip(logits, targets, strict=True)
         ]
         return torch.stack(rows).double()

@@ -22,7 +22,7 @@ SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "cau
 """Pairs (package, compiled library); transformers uses a package's kernels if the package can be imported."""
 
 
-def check_packable(model: Any) -> None:
+def check_quantizable(model: Any) -> None:
     """Raise UserError if qlora can quantize no layer except the output head. The model may be on the meta device."""
     head = model.get_output_embeddings()
     if not any(is_linear(module) for module in model.modules() if module is not head):

@@ -26,7 +26,7 @@ from trainer.patches.fused_lora import (
     FusedLayer,
     FusionReport,
     check_operators,
-    compute,
+    compute_group,
     describe_fusion_problem,
 )
 from trainer.patches.replace import replace
@@ -37,7 +37,7 @@ SingleGroups = dict[str, tuple[FusedGroup, list[int]]]  # adapter -> its layers,
 
 
 @replaces("the forward of PEFT's LoRA layers, with several adapters")
-def fuse_many(
+def fuse_adapters(
     model: nn.Module,
     choice: AdapterChoice,
     backend: Literal["auto", "cuda", "reference"],
@@ -61,7 +61,7 @@ def fuse_many(
     groups: list[FusedGroup] = []
     for paths in report.groups:
         groups += _install([layers[path] for path in paths], choice)
-    check_operators(groups, get_layer_shards(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    check_operators(groups, get_layer_shards(model), test_many_tokens=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     return report
 
 
@@ -75,7 +75,7 @@ class _Layer:
     def any_member(self) -> FusedLayer:
         return next(iter(self.members.values()))
 
-    def factor_names(self, adapter: str) -> tuple[str, str]:
+    def get_factor_names(self, adapter: str) -> tuple[str, str]:
         return f"{self.path}.lora_A.{adapter}.weight", f"{self.path}.lora_B.{adapter}.weight"
 
 
@@ -165,7 +165,7 @@ class _CommonGroup(FusedGroup):
         layers = [self._layers[self.members.index(member)] for member in members]
         zeros = [_build_zero_factors(member) for member in members]
         x_frozen, pending = begin_frozen_matmuls(x)
-        frozen = compute(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
+        frozen = compute_group(members, x_frozen, ([down for down, _ in zeros], [up for _, up in zeros]))
         bundles: list[Bundle] = []
         factors: tuple[list[Tensor], list[Tensor]] = [], []
         start = 0
@@ -180,7 +180,7 @@ class _CommonGroup(FusedGroup):
                 seed = self._choice.dropout_seeds[name][self._mask[name]] if dropout else None
                 bundles.append(Bundle(start, end, count, indices, scales, dropout, seed))
                 for index in indices:
-                    for side, factor in zip(factors, layers[index].factor_names(name), strict=True):
+                    for side, factor in zip(factors, layers[index].get_factor_names(name), strict=True):
                         side.append(self._choice.factors[factor])
             start = end
         if start != x.numel() // x.shape[-1]:

@@ -12,7 +12,7 @@ from trainer.contract.known_versions import patch_objects, replaces, require
 from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.engine.linear_layers import find_base_model
 from trainer.patches.attention_sinks import has_sinks
-from trainer.patches.norm_mlp_rope import examine_elementwise
+from trainer.patches.norm_mlp_rope import plan_elementwise
 from trainer.patches.plain_head import describe_plain_head_problem, measure_head_factor
 
 CAPPED = "the model caps its logits"
@@ -48,7 +48,7 @@ def inspect_base_model(model: Any, *, frozen_norms: bool) -> ModelProperties:
         sinks=has_sinks(model),
         head=None,
         caps=False,
-        elementwise=examine_elementwise(model, frozen_norms=frozen_norms).find_reasons(),
+        elementwise=plan_elementwise(model, frozen_norms=frozen_norms).explain_unreplaced_parts(),
     )
 
 

@@ -64,7 +64,7 @@ class ElementwisePlan:
             f"  not replaced: {count} x {name}: {reason}" for (name, reason), count in counts.items()
         ]
 
-    def find_reasons(self) -> dict[str, str]:
+    def explain_unreplaced_parts(self) -> dict[str, str]:
         """Return a dict from each of PARTS to the reason it is not replaced everywhere, or to "" if it is."""
         parts = {"rms_norm": self.norm_count, "swiglu": self.mlp_count, "rope": len(self.functions)}
         reasons = {part: "" if count else "the model has none of a known type" for part, count in parts.items()}
@@ -73,7 +73,7 @@ class ElementwisePlan:
         return reasons
 
 
-def examine_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
+def plan_elementwise(model: nn.Module, *, frozen_norms: bool = True, recompute: str = "none") -> ElementwisePlan:
     """Return which norms, MLPs and rotary functions our operators can replace, and why they cannot replace others.
 
     The model is not changed; it may be on the meta device.
@@ -114,7 +114,7 @@ def replace_elementwise(model: nn.Module, *, frozen_norms: bool = True, recomput
     Call it before adding adapters. Without `frozen_norms`, norms keep the model's code. `recompute` selects
     the outputs that layers recompute: of gated MLPs (`activations`), of gated MLPs and norms (`norms`), or `none`.
     """
-    examined = examine_elementwise(model, frozen_norms=frozen_norms, recompute=recompute)
+    examined = plan_elementwise(model, frozen_norms=frozen_norms, recompute=recompute)
     for module, forward in examined.forwards:
         # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
         replace(module, "forward", MethodType(forward, module))

@@ -76,7 +76,7 @@ def check_attention_supported(section: ModelSection, model: Any) -> None:
         raise UserError(f"model.attn_implementation={chosen}: {type(model).__name__} does not support it; use auto")
 
 
-def check_attention_shareable(size: int, model: Any) -> None:
+def check_sequence_parallel_support(size: int, model: Any) -> None:
     """Raise UserError if attention cannot be divided among `size` ranks. The model may be on the meta device."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -110,7 +110,7 @@ def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
 
 @replaces("attention over packed documents")
 @replaces("attention sinks over packed documents")
-def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+def use_varlen_if_supported(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Switch a loaded model to variable-length attention for packed documents, if it supports that.
 
     The model needs transformers' attention registry, and sdpa with flash attention for device and dtype. Models with
@@ -299,7 +299,7 @@ def window_attention(
 
 def _flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor,
-    longest: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
+    max_seqlen: int, scaling: float | None, dropout: float, *, causal: bool = True, **window: int,
 ) -> torch.Tensor:  # fmt: skip
     """Compute flash attention within each document; return [T, heads, head_dim].
 
@@ -307,7 +307,7 @@ def _flash_attention(
     because varlen_attn copies shared key heads (GQA) in torch 2.11.
     """
     tensors = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    lengths = bounds, key_bounds, longest, longest
+    lengths = bounds, key_bounds, max_seqlen, max_seqlen
     options: dict[str, Any] = {"is_causal": causal, "return_debug_mask": False, "scale": scaling, **window}
     out: torch.Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(*tensors, *lengths, dropout, **options)

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from trainer.config import UserError
 from trainer.config.errors import format_one_line
-from trainer.data.batches import IGNORED, MicroBatch, SequencePart, collate_samples
+from trainer.data.batches import IGNORE_INDEX, MicroBatch, SequencePart, collate_samples
 from trainer.data.samples import Sample
 from trainer.model.model_kind import supports_sdpa
 from trainer.parallel.engine.linear_layers import find_base_model
@@ -33,7 +33,7 @@ from trainer.patches.per_document import (
     PerDocumentForward,
     find_tensors,
     has_separate_documents,
-    install_per_document,
+    install_per_document_forwards,
     is_mask,
 )
 
@@ -122,7 +122,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
         sample = Sample(ids, ([False] * LENGTHS[0] + [True] * LENGTHS[1]) * 2, [length, length])
         batch = collate_samples([sample], pad_token_id, packed=False, flat=False, pairs=True, shared=shared)
         values, targets = token_loss.compute_logits(model, batch, device)
-        return values[targets != IGNORED]
+        return values[targets != IGNORE_INDEX]
 
     with _evaluation_mode(model):
         alone = compute_logits(chosen, shared=False)
@@ -154,11 +154,11 @@ def check_sequence_parts(
     sample = Sample(_build_distant_tokens(model, length).tolist(), [True] * length, documents)
     full_batch = collate_samples([sample], pad_token_id, packed=True, flat=True)
     part_batch = part.slice_batch(full_batch)
-    start = int((full_batch.targets[:, : 6 * part.rank] != IGNORED).sum())
+    start = int((full_batch.targets[:, : 6 * part.rank] != IGNORE_INDEX).sum())
 
     def compute_logits(batch: MicroBatch) -> torch.Tensor:
         values, targets = token_loss.compute_logits(model, batch, device)
-        return values[targets != IGNORED]
+        return values[targets != IGNORE_INDEX]
 
     with _evaluation_mode(model):
         expected = compute_logits(full_batch)[start : start + part_batch.target_count]
@@ -212,7 +212,7 @@ class _Probe:
             for forward in failed:
                 forward.by_kernels = False
             new = kinds - separate.keys()
-            separate |= {kind: install_per_document(self._base, kind) for kind in new}
+            separate |= {kind: install_per_document_forwards(self._base, kind) for kind in new}
             leaks = bool(failed or new)
         change = self._compute_logits(changed_last) - logits
         if _compute_rms(change[:-1]) > tolerance * _compute_rms(change[-1:]):
@@ -236,7 +236,7 @@ class _Probe:
         batch = collate_samples([sample], self._pad_token_id, packed=packed, flat=packed and self.flat)
         with _evaluation_mode(self._model):
             logits = self._loss.compute_logits(self._model, batch, self._device)[0][0].float()
-        return logits if len(logits) < length else logits[to_device(batch.targets[0] != IGNORED, self._device)]
+        return logits if len(logits) < length else logits[to_device(batch.targets[0] != IGNORE_INDEX, self._device)]
 
 
 class _LeakObserver:

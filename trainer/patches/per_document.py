@@ -137,7 +137,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 @replaces("forward of recurrent layers over packed documents")
-def install_per_document(base: Any, kind: type[nn.Module]) -> list[PerDocumentForward]:
+def install_per_document_forwards(base: Any, kind: type[nn.Module]) -> list[PerDocumentForward]:
     if _MARK not in vars(base):
         replace(base, _MARK, any(map(is_partitioned, base.parameters())))
         replace(base, "forward", _receive_documents(base.forward))

@@ -33,7 +33,7 @@ ATTENTION_OPERATORS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._flash_attention_forward.default,
 }
-Results = deque[list[Any]]
+AttentionResults = deque[list[Any]]
 
 
 @replaces("`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs")
@@ -49,10 +49,10 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     checkpoint_function, storage = _choose_checkpoint_function(model, training, offload), "on the device"
     if offload is not None:
         checkpoint_function = partial(_run_with_offload, offload, checkpoint_function)
-        model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
+        model.recomputation_hook = model.register_forward_pre_hook(offload.reset)
         storage = "in host memory"
     if mode == "selective":
-        parts = find_feed_forward_parts(model)
+        parts = find_feed_forward_modules(model)
         if not parts:
             raise UserError(
                 "training.gradient_checkpointing=selective: no feed-forward part was found in this model's layers; "
@@ -71,7 +71,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         replace(layer, "_gradient_checkpointing_func", checkpoint_function)
     which = "every layer"
     if first := training.gradient_checkpointing_layers:
-        which = _recompute_first(model, layers, first)
+        which = _recompute_first_layers(model, layers, first)
     exception = " except attention" if not training.recompute_attention else ""
     return f"recomputed in the backward pass: {which}{exception}; their inputs are kept {storage}"
 
@@ -83,7 +83,7 @@ def _choose_checkpoint_function(
     if _uses_random_numbers(model):
         chosen = _repeat_random_numbers
     if not training.recompute_attention:
-        if has_random_attention(model):
+        if has_attention_dropout(model):
             raise UserError(
                 "training.recompute_attention=false: the model has attention dropout, which draws a new mask when the "
                 "layer is recomputed; use auto"
@@ -111,7 +111,7 @@ def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts:
     )
 
 
-def _recompute_first(model: nn.Module, layers: list[Any], first: int) -> str:
+def _recompute_first_layers(model: nn.Module, layers: list[Any], first: int) -> str:
     """Recompute only the first `first` layers if the model supports that; return which layers are recomputed."""
     blocks = list(find_decoder_layers(model)[1])
     if not set(blocks) <= set(layers):
@@ -147,7 +147,7 @@ def _uses_random_numbers(model: Any) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def find_feed_forward_parts(model: nn.Module) -> list[nn.Module]:
+def find_feed_forward_modules(model: nn.Module) -> list[nn.Module]:
     """Return the children of decoder layers that have weight matrices (adapted or not), except token mixers."""
     from peft.tuners.lora import LoraLayer
 
@@ -183,7 +183,7 @@ def _run_with_offload(offload: "HostCopies", checkpoint_function: Any, function:
         return checkpoint_function(function, *args)
 
 
-def compute_host_room() -> int:
+def compute_host_memory_budget() -> int:
     """Return how many bytes of host memory activations may use: free memory minus a tenth of the total."""
     return max(0, int(process_state.read_free_host_memory() * 2**30) - psutil.virtual_memory().total // 10)
 
@@ -202,7 +202,7 @@ class HostCopies:
         self.layer = 0
         """Index of the current layer; its copies are fetched together."""
 
-    def start_pass(self, *_: Any) -> None:
+    def reset(self, *_: Any) -> None:
         """Drop the copies that an earlier pass did not fetch; used as a forward pre-hook."""
         self._copies, self.layer = [], 0
 
@@ -222,7 +222,7 @@ class HostCopies:
         position = len(self._copies)
         buffer = self._buffers.get(position)
         if buffer is None or buffer.numel() < tensor.numel() or buffer.dtype != tensor.dtype:
-            if compute_host_room() < tensor.nbytes:
+            if compute_host_memory_budget() < tensor.nbytes:
                 return tensor
             buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
             self._buffers[position] = buffer
@@ -272,12 +272,12 @@ def build_attention_contexts(
 
     `store` converts a tensor to the object that is kept, and `load` converts it back.
     """
-    results: Results = deque()
+    results: AttentionResults = deque()
     return _SaveAttention(results, store), _ReuseAttention(results, load)
 
 
 class _SaveAttention(TorchDispatchMode):
-    def __init__(self, results: Results, store: Callable[[Tensor], Any]) -> None:
+    def __init__(self, results: AttentionResults, store: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self._results, self._store = results, store
 
@@ -290,7 +290,7 @@ class _SaveAttention(TorchDispatchMode):
 
 
 class _ReuseAttention(TorchDispatchMode):
-    def __init__(self, results: Results, load: Callable[[Any], Tensor]) -> None:
+    def __init__(self, results: AttentionResults, load: Callable[[Any], Tensor]) -> None:
         super().__init__()
         self._results, self._load = results, load
 
@@ -300,7 +300,7 @@ class _ReuseAttention(TorchDispatchMode):
         return tuple(x if x is None or isinstance(x, int) else self._load(x) for x in self._results.popleft())
 
 
-def has_random_attention(model: Any) -> bool:
+def has_attention_dropout(model: Any) -> bool:
     """Return whether the model has attention dropout; its mask would differ in the recomputation."""
     settings = model.config.get_text_config().to_dict()
     return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

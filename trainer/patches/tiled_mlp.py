@@ -18,7 +18,7 @@ from trainer.patches.replace import replace
 
 AUTO_TILE = 8192
 """Tokens per tile: enough for full matmul speed and a small relative cost of dequantizing weights per tile."""
-Trained = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and the tensor that the module reads
+TrainedTensor = tuple[nn.Module, str, Tensor]  # a module, the name of a weight, and the tensor that the module reads
 
 
 @replaces("the forward of gated MLPs, to compute tiles of the sequence")
@@ -45,9 +45,9 @@ def _forward(part: nn.Module, compute: Callable[[Tensor], Tensor], tile: int, x:
     return _TiledMlp.apply(view, part, compute, tile, contexts[0], *trained)
 
 
-def _list_trained_tensors(part: nn.Module) -> list[Trained]:
+def _list_trained_tensors(part: nn.Module) -> list[TrainedTensor]:
     """Return the trained Parameters of a module, or the views of a flat adapter that shadow them."""
-    trained: list[Trained] = []
+    trained: list[TrainedTensor] = []
     for module in part.modules():
         tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
         tensors |= {name: view for name, view in vars(module).items() if name in tensors and isinstance(view, Tensor)}

@@ -27,7 +27,7 @@ from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.scu import law as scu
 from trainer.scu.divergence import Divergence
 from trainer.scu.information import AdapterInformation, compute_data_bpt
-from trainer.scu.law_settings import adapt_state, build_information, build_law
+from trainer.scu.law_settings import adapt_state, build_adapter_information, build_law
 
 MIB = 2**20
 MEMORIZED_BPT = 1e-3
@@ -80,7 +80,7 @@ class ScuController:
         self.tokens = section.tokens or target_tokens
         self.information: AdapterInformation | None = None
         if divergence is None:
-            self.information = build_information(section, model, self.tokens)
+            self.information = build_adapter_information(section, model, self.tokens)
         self.law = build_law(section, total_steps=total_steps, base_parameters=base_parameters)
         self.state = scu.build_initial_state(self.law)
         self.records: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ class ScuController:
 
     def check_target(
         self,
-        data_bpt_now: float,
+        current_data_bpt: float,
         planned_learning_rates: Iterable[float],
         *,
         b_ratio: float = 1.0,
@@ -106,18 +106,18 @@ class ScuController:
         Raises UserError with the reachable range if it cannot; a run that `resumes` may have few steps left, so it only
         gets a warning.
 
-        `data_bpt_now`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`: A's
-        rate in each remaining step; `b_ratio`: B's rate divided by A's (LoRA+). In a step AdamW moves an element by at
-        most about the learning rate. S also rises as DataBPT falls, so the upper bound assumes memorized data.
+        `current_data_bpt`: bits per target token of the current model, equal on all ranks. `planned_learning_rates`:
+        A's rate in each remaining step; `b_ratio`: B's rate divided by A's (LoRA+). In a step AdamW moves an element by
+        at most about the learning rate. S also rises as DataBPT falls, so the upper bound assumes memorized data.
         """
         if self.law.controller != "pi" or self.information is None:
             return []
         reach = math.fsum(planned_learning_rates)
         squares = self.information.compute_reachable_bounds(reach, reach * b_ratio)
         bits_low, bits_high = (self.information.compute_bits(bound) for bound in squares)
-        low = scu.compute_s_ratio(data_bpt_now, bits_low)
+        low = scu.compute_s_ratio(current_data_bpt, bits_low)
         now_global = sum_over_ranks(self._divide_by_ranks(self.information.compute_sum_of_squares().detach()))
-        now = scu.compute_s_ratio(data_bpt_now, self.information.compute_bits(now_global.item()))
+        now = scu.compute_s_ratio(current_data_bpt, self.information.compute_bits(now_global.item()))
         target = self.law.target
         high = scu.compute_s_ratio(MEMORIZED_BPT, bits_high)
         warnings = [warning] if (warning := scu.build_gain_warning(self.law)) else []
@@ -134,7 +134,7 @@ class ScuController:
             warnings.append(f"scu.target={target:g}: {problem}; with scu.measure: delta it starts at 0")
         return warnings
 
-    def penalty(self, step: int) -> Tensor:
+    def compute_penalty(self, step: int) -> Tensor:
         """Return the differentiable penalty for a step (from 1) in nats per token: lambda ln 2 ParamBPT, or lambda K.
 
         A collective call, once per step, between the last micro-step's forward and backward pass. The step's penalty is
@@ -142,7 +142,7 @@ class ScuController:
         """
         self.apply_pending_measurement()
         if self.divergence is not None:
-            penalty = self.divergence.penalty(step, self.lambda_)
+            penalty = self.divergence.compute_penalty(step, self.lambda_)
             self._measured = self.divergence.get_local_sum()
             return penalty
         assert self.information is not None
@@ -230,7 +230,7 @@ class ScuController:
             }
         )
 
-    def metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """Return the `scu/*` metrics of the last applied measurement, not of a pending one."""
         values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":

@@ -22,7 +22,7 @@ from trainer.patches.loss_head import TokenLoss, to_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class ReferenceDocuments:
     """Reference documents, shuffled with `seed` for each pass; every rank uses `rows` of them per step."""
 
     documents: Sequence[Sample]
@@ -38,8 +38,8 @@ class Reference:
         """Return the indices of this rank's documents for optimizer step `step` (1-based)."""
         return self._select_all_ranks(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
 
-    def build_batch(self, documents: Sequence[int]) -> MicroBatch:
-        chosen = [self.documents[index] for index in documents]
+    def build_batch(self, indices: Sequence[int]) -> MicroBatch:
+        chosen = [self.documents[index] for index in indices]
         return collate_samples(chosen, self.pad_token_id, packed=self.packed, flat=self.flat)
 
     def count_tokens(self, step: int) -> int:
@@ -54,7 +54,7 @@ class Reference:
         return [int(orders[position // count][position % count]) for position in positions]
 
 
-def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Reference) -> list[Tensor] | None:
+def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: ReferenceDocuments) -> list[Tensor] | None:
     """Return the base model's last hidden states [T - 1, H] for each document, in host memory; a collective call.
 
     Returns None if the loss is not computed in chunks from hidden states.
@@ -65,7 +65,7 @@ def cache_base_states(engine: Engine, token_loss: TokenLoss, reference: Referenc
     for begin in range(0, len(reference.documents), reference.rows):
         chosen = range(begin, min(begin + reference.rows, len(reference.documents)))
         batch = reference.build_batch(chosen)
-        if not token_loss.is_in_chunks(batch, engine.device):
+        if not token_loss.computes_in_chunks(batch, engine.device):
             break
         hidden = token_loss.compute_base_states(engine, batch, engine.device)
         lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
@@ -78,7 +78,12 @@ class Divergence:
     """Measures K, the KL divergence of the trained model from its base model, on a few reference documents per step."""
 
     def __init__(
-        self, engine: Engine, token_loss: TokenLoss, reference: Reference, *, base_states: list[Tensor] | None = None
+        self,
+        engine: Engine,
+        token_loss: TokenLoss,
+        reference: ReferenceDocuments,
+        *,
+        base_states: list[Tensor] | None = None,
     ) -> None:
         """Prepare the measurement; with `base_states`, no step needs a forward pass of the base model."""
         self._base_states = base_states
@@ -87,7 +92,7 @@ class Divergence:
         self.held_out: Divergence | None = None
         """Measures K on texts that no step uses, for scu.scale_to_target."""
 
-    def penalty(self, step: int, lambda_: float) -> Tensor:
+    def compute_penalty(self, step: int, lambda_: float) -> Tensor:
         """Return this rank's lambda K in nats per token; the penalty is the mean over ranks. A collective call.
 
         While lambda is 0, K is measured without a gradient.
@@ -110,15 +115,15 @@ class Divergence:
         total = torch.zeros((), dtype=torch.float64, device=self._engine.device)
         count = math.ceil(len(self.reference.documents) / (self.reference.rows * self.reference.world_size))
         for step in range(1, count + 1):
-            self.penalty(step, 0.0)
+            self.compute_penalty(step, 0.0)
             assert self._sum is not None
             total += self._sum
         return sum_over_ranks(total).item() / sum(map(self.reference.count_tokens, range(1, count + 1))) / math.log(2.0)
 
-    def _get_base_states(self, documents: Sequence[int]) -> Tensor:
+    def _get_base_states(self, indices: Sequence[int]) -> Tensor:
         if self._base_states is not None:
-            return to_device(torch.cat([self._base_states[index] for index in documents]), self._engine.device)
-        batch = self.reference.build_batch(documents)
+            return to_device(torch.cat([self._base_states[index] for index in indices]), self._engine.device)
+        batch = self.reference.build_batch(indices)
         return self._token_loss.compute_base_states(self._engine, batch, self._engine.device)
 
     def get_local_sum(self) -> Tensor | None:

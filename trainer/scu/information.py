@@ -138,7 +138,7 @@ class AdapterInformation:
         """
         low = high = 0.0
         for chunk in self.chunks:
-            a_NRI, b_NOR = chunk.stack(_gather_whole)
+            a_NRI, b_NOR = chunk.stack(_gather_full_parameters)
             if self.measure == "factors":
                 for weights, change in ((a_NRI, max_change_a), (b_NOR, max_change_b)):
                     low += float((weights.abs() - change).clamp(min=0).square().sum())
@@ -241,7 +241,7 @@ class _PrecomputedGradient(torch.autograd.Function):
 
 
 def _compute_delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    a_NRI, b_NOR = chunk.stack(_gather_whole)
+    a_NRI, b_NOR = chunk.stack(_gather_full_parameters)
     gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, _compute_gram(b_NOR)
     square_N11 = chunk.scale_N11.square()
     value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
@@ -278,7 +278,7 @@ def _count_partitions(parameter: Partitionable) -> int:
     return dist.get_world_size(get_partition_group(parameter)) if is_partitioned(parameter) else 1
 
 
-def _gather_whole(parameters: list[Partitionable]) -> list[Tensor]:
+def _gather_full_parameters(parameters: list[Partitionable]) -> list[Tensor]:
     """Return the full parameters, with a single all-gather of the shards.
 
     deepspeed.zero.GatheredParameters frees parameters on exit, which breaks the prefetching of the current step;

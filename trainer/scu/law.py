@@ -130,11 +130,15 @@ def _advance_pi(law: Law, state: ControllerState, measured: float) -> Controller
         return after
     bound = ERROR_BOUND[law.form]
     ki = law.ki * (BELOW_TARGET_FACTORS[law.form][1] if error < 0.0 else 1.0)
-    move = _compute_p(law, error) - _compute_p(law, state.error) + ki * _clip(error, -bound, bound)
+    move = (
+        _compute_proportional_term(law, error)
+        - _compute_proportional_term(law, state.error)
+        + ki * _clip(error, -bound, bound)
+    )
     return replace(after, lambda_=_clip(state.lambda_ * _exp(move), law.lambda_min, law.lambda_max))
 
 
-def _compute_p(law: Law, error: float) -> float:
+def _compute_proportional_term(law: Law, error: float) -> float:
     return law.kp * (BELOW_TARGET_FACTORS[law.form][0] if error < 0.0 else 1.0) * error
 
 

@@ -16,7 +16,7 @@ LAW_SETTINGS = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda
 """Settings that are fields of the law."""
 
 
-def build_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
+def build_adapter_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
     """Build the measure of the adapter's information. Raises UserError if N is unknown."""
     if not tokens:
         raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set scu.tokens")

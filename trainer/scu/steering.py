@@ -19,13 +19,13 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.parallel.ranks.progress import phase
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import ScuController
-from trainer.scu.divergence import Divergence, Reference, cache_base_states
+from trainer.scu.divergence import Divergence, ReferenceDocuments, cache_base_states
 
 MAX_AUTO_CACHE_BYTES = 2**30
 MIN_TEXTS, MAX_GROUPS, NEIGHBORS = 64, 8, 8
 
 
-def start_steering(
+def build_scu_controller(
     config: RunConfig, prepared: PreparedRun, ranks: Ranks, engine: Engine, loss: object, *, flat: bool,
     total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
 ) -> tuple[ScuController, list[str]]:  # fmt: skip
@@ -52,11 +52,11 @@ def start_steering(
 
 
 def list_target_warnings(
-    steering: ScuController, bits: float, schedule: Any, config: RunConfig, total_steps: int, step: int
+    steering: ScuController, data_bpt: float, schedule: Any, config: RunConfig, total_steps: int, step: int
 ) -> list[str]:
-    """Return `check_target`'s warnings for the planned learning rates; `bits` is the loss before `step`."""
+    """Return `check_target`'s warnings for the planned learning rates; `data_bpt` is the loss before `step`."""
     ratio = config.lora.loraplus_lr_ratio or 1.0
-    return steering.check_target(bits, compute_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
+    return steering.check_target(data_bpt, compute_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
 
 
 def build_divergence(
@@ -74,7 +74,7 @@ def build_divergence(
     if isinstance(prepared.data.train, Samples):
         length = stats.tokens / len(prepared.data.train)
     sequences = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
-    reference = Reference(
+    reference = ReferenceDocuments(
         documents=texts,
         rows=min(max(1, round(sequences * length / reference_length)), max(1, len(texts) // ranks.world_size)),
         rank=ranks.rank,
@@ -107,7 +107,7 @@ def build_divergence(
 
 
 @phase("steer")
-def fit_to_target(steering: ScuController | None, model: Any, say: Callable[[str], None]) -> float:
+def scale_adapter_to_target(steering: ScuController | None, model: Any, say: Callable[[str], None]) -> float:
     """Scale the adapter in memory to meet the `kl` target on held-out text; return the factor. A collective call."""
     if steering is None or steering.divergence is None or (held_out := steering.divergence.held_out) is None:
         return 1.0

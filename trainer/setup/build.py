@@ -27,17 +27,17 @@ from trainer.monitor.hooks import (
     FirstGradientCheck,
     History,
     Hook,
-    Samples,
+    SampleHook,
     SkippedRecords,
-    SpikeWatch,
+    SpikeDetector,
     StartReport,
 )
 from trainer.monitor.profiler import StepProfiler
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.deepspeed_engine import (
     DTYPES,
-    announce_partitioning,
     build_deepspeed_config,
+    enable_transformers_zero3,
     start_engine,
     watch_stragglers,
 )
@@ -90,12 +90,12 @@ class Builder:
         # The adapter's initialization must not depend on random numbers drawn while loading.
         set_seed(config.seed)
         if config.runs:
-            with announce_partitioning(self._engine_config):
+            with enable_transformers_zero3(self._engine_config):
                 sections = [(run.lora, run.seed) for run in config.runs]
                 model = apply_adapters(model, sections, self._dtype, task_type=task.peft_type)
             lines += describe_unadapted_weights(model)
         elif config.adapter != "none":
-            with announce_partitioning(self._engine_config):
+            with enable_transformers_zero3(self._engine_config):
                 model = apply_adapter(
                     model,
                     config.lora,
@@ -129,7 +129,9 @@ class Builder:
         with phase("deepspeed"):
             engine = start_engine(model, optimizer, self._engine_config)
         limits, on_device = [training.max_grad_norm for training in adapters], decisions.clips_on_device.value
-        self.guard = install_on_engine(engine, config.training.max_grad_norm, clips_on_device=on_device, limits=limits)
+        self.guard = install_on_engine(
+            engine, config.training.max_grad_norm, clips_on_device=on_device, max_grad_norms=limits
+        )
         if flat is not None:
             flat.repoint_parameters()
         with phase("first passes"):
@@ -160,17 +162,19 @@ class Builder:
 
     def build_hooks(
         self, engine: Engine, steering: object | None, history: History, total_steps: int,
-        skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
+        count_skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
     ) -> list[Hook]:  # fmt: skip
         """Return this rank's step hooks in the order in which they are called.
 
-        `skipped` returns the number of skipped records by source, and `sample` generates samples at a step. In a
+        `count_skipped` returns the number of skipped records by source, and `sample` generates samples at a step. In a
         run with several adapters, each adapter only has hooks for its own data and losses.
         """
         config, task, ranks, model = self._config, self._task, self._ranks, engine.module
-        spikes: list[Hook] = [SpikeWatch(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
+        spikes: list[Hook] = (
+            [SpikeDetector(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
+        )
         if find_choice(model) is not None:
-            return [SkippedRecords(skipped), *spikes] if ranks.is_main else []
+            return [SkippedRecords(count_skipped), *spikes] if ranks.is_main else []
         profiler = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
         hooks: list[Hook | None] = [
             FirstGradientCheck(model, finite=not engine.fp16_enabled()),
@@ -179,9 +183,9 @@ class Builder:
             ExpertLoad.for_model(model, compiled=config.training.torch_compile),
         ]
         if ranks.is_main:
-            hooks += [SkippedRecords(skipped), task.build_flops_meter(model), *spikes]
+            hooks += [SkippedRecords(count_skipped), task.build_flops_meter(model), *spikes]
         if task.sample_every:
-            hooks.append(Samples(sample, task.sample_every, total_steps))
+            hooks.append(SampleHook(sample, task.sample_every, total_steps))
         return [hook for hook in hooks if hook is not None]
 
     def _summarize(self, model: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.parallel.ranks.agreement import check_ranks_agree
 from trainer.parallel.ranks.group import Ranks, form_process_group
 from trainer.parallel.ranks.progress import phase
-from trainer.parallel.ranks.sequence_group import check_ranks
+from trainer.parallel.ranks.sequence_group import check_ranks_divisible
 from trainer.setup.kinds import find_model_kind
 from trainer.tasks.task import Task
 
@@ -41,7 +41,7 @@ def join_run(
 
 
 def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
-    check_ranks(config.parallel.sequence, config.zero, ranks.world_size)
+    check_ranks_divisible(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
     timeout, token = compute_collective_timeout(config.training), lock.token if lock is not None else ""
     world = check_ranks_agree(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)

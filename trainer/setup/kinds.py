@@ -13,7 +13,7 @@ from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import has_local_weights
 from trainer.setup.shown_data import show_images, show_text
 from trainer.setup.text_run import build_draft_planner, find_task, prepare_text_run, read_model_files
-from trainer.tasks.images.files import DIFFUSERS
+from trainer.tasks.images.files import DIFFUSERS_FILE
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 from trainer.tasks.images.prepare import prepare_image_run
@@ -87,15 +87,15 @@ def find_model_kind(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
 
 def find_adapter_kind(run: FinishedRun) -> type[LanguageKind] | type[ImageKind]:
     """Return a finished run's model kind, based on its adapter's files, because the base model may be missing."""
-    return ImageKind if (run.folder / DIFFUSERS).is_file() else LanguageKind
+    return ImageKind if (run.folder / DIFFUSERS_FILE).is_file() else LanguageKind
 
 
 def find_task_class(run: FinishedRun) -> type[Task]:
     return find_adapter_kind(run).find_task_class(run.config)
 
 
-def check_task_supports(run: FinishedRun, use: str) -> None:
-    """Raise UserError if the run's task does not support `use`, a command or one of its options."""
+def check_task_supports(run: FinishedRun, feature: str) -> None:
+    """Raise UserError if the run's task does not support `feature`, a command or one of its options."""
     task = find_task_class(run)
-    if reason := task.unsupported.get(use):
+    if reason := task.unsupported.get(feature):
         raise UserError(f"{run.folder}: is an adapter of {task.title}; {reason}")

@@ -28,7 +28,7 @@ from trainer.model.integer_weights import check_torchao
 from trainer.model.model_source import build_load_error, check_source
 from trainer.monitor.metrics import check_reporters
 from trainer.parallel.engine.deepspeed_engine import check_extra_keys, resolve_precision
-from trainer.parallel.ranks.sequence_group import check_ranks
+from trainer.parallel.ranks.sequence_group import check_ranks_divisible
 from trainer.setup.kinds import find_model_kind
 
 
@@ -46,7 +46,9 @@ def prepare(
     """
     if config.runs:
         check_output_folder(config)
-        return _join_prepared(config, [prefix_errors(prepare, run, report, to_train=to_train) for run in config.runs])
+        return _merge_prepared_runs(
+            config, [prefix_errors(prepare, run, report, to_train=to_train) for run in config.runs]
+        )
     check_settings(config)
     check_folder(config, to_train=to_train)
     _check_adapter_folder(config)
@@ -56,7 +58,7 @@ def prepare(
     return prepared
 
 
-def _join_prepared(config: RunConfig, adapters: Sequence[PreparedRun]) -> PreparedRun:
+def _merge_prepared_runs(config: RunConfig, adapters: Sequence[PreparedRun]) -> PreparedRun:
     """Merge the adapters' prepared runs into the first one. Raises UserError for images and adapted experts."""
     if any(map(has_images, adapters)):
         raise UserError("adapters: image models support only one adapter per run; remove adapters")
@@ -87,7 +89,7 @@ def check_settings(config: RunConfig) -> None:
         import ops
 
         try:
-            ops.check_requested()
+            ops.check_kernels_available()
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -113,11 +115,11 @@ def prepare_to_resume(
 ) -> tuple[PreparedRun, Resumption]:
     """Return the prepared run and the plan for resuming it, after verifying the whole checkpoint if one exists."""
     if world_size is not None:
-        check_ranks(config.parallel.sequence, config.zero, world_size)
+        check_ranks_divisible(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)
     if config.runs:
         each = [prefix_errors(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
-        return _join_prepared(config, [prepared for prepared, _ in each]), each[0][1]
+        return _merge_prepared_runs(config, [prepared for prepared, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), verify=True)
     prepared = prepare(config, report, to_train=to_train)
     config = config.fit_max_length(prepared.context_length)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig, UserError
-from trainer.config.adapter_settings import read_initial_adapter
+from trainer.config.adapter_settings import read_initial_adapter_settings
 from trainer.config.errors import to_text
 from trainer.config.needs import find_other_task_settings
 from trainer.data.cache import PreparedData, prepare_data, prepare_reference
@@ -35,8 +35,8 @@ from trainer.model.random_weights import build_random_config
 from trainer.model.served_layers import list_serving_warnings
 from trainer.model.stored_settings import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
-from trainer.patches.mamba import check_packable, has_scan_kernels, is_mamba_2
-from trainer.patches.packed_attention import check_attention_shareable, check_attention_supported
+from trainer.patches.mamba import check_quantizable, has_scan_kernels, is_mamba_2
+from trainer.patches.packed_attention import check_attention_supported, check_sequence_parallel_support
 from trainer.scu.law_settings import build_law
 from trainer.tasks.answer_metrics import AnswerMetrics, build_metric
 from trainer.tasks.images.pipeline import INDEX
@@ -104,7 +104,7 @@ def tokenize(config: RunConfig, files: PreparedRun, **checks: Callable[[DataStat
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         model_max_length=None if has_rotary_positions(files.model_config) else files.context_length,
-        images=files.images,
+        image_reader=files.images,
         **checks,
     )
 
@@ -132,7 +132,7 @@ def read_model_files(config: RunConfig) -> PreparedRun:
     """Read the model's configuration and tokenizer, and check its weights and layers."""
     model_config = load_model_config(config.base_model, config.model)
     is_full = config.adapter == "none"
-    check_kind(config.base_model, model_config, all_trained=is_full, may_score=config.model.has_score)
+    check_kind(config.base_model, model_config, all_trained=is_full, allow_score_head=config.model.has_score)
     check_settings_fit(config, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
     context_length = get_context_length(model_config)
@@ -144,7 +144,7 @@ def read_model_files(config: RunConfig) -> PreparedRun:
         problem = f"the model has only {available} layers; remove the setting to recompute all"
         raise UserError(f"training.gradient_checkpointing_layers={layers}: {problem}")
     if config.parallel.sequence > 1:
-        check_attention_shareable(config.parallel.sequence, empty)
+        check_sequence_parallel_support(config.parallel.sequence, empty)
     check_experts_per_token(config.base_model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
@@ -157,8 +157,8 @@ def read_model_files(config: RunConfig) -> PreparedRun:
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
-        check_packable(empty)
-    initial, rows = read_initial_adapter(config), empty.config.get_text_config().vocab_size
+        check_quantizable(empty)
+    initial, rows = read_initial_adapter_settings(config), empty.config.get_text_config().vocab_size
     # Other initializations need the weights, and embeddings on the meta device cannot grow.
     if initial and initial.get("init_lora_weights", True) is True and len(tokenizer) <= rows:
         load_initial_adapter(build_empty_model(model_config, config.model), config.lora)

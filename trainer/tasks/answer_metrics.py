@@ -93,9 +93,9 @@ def build_metric(name: str, settings: EvaluationSection) -> Metric:
     if name == "exact_match":
         return lambda prompt, answer, expected: answer.strip() == expected.strip()
     if name == "regex":
-        return _build_regex(re.compile(settings.regex or ""))
+        return _build_regex_metric(re.compile(settings.regex or ""))
     if name == "json_schema":
-        return _build_schema(Path(settings.json_schema or ""))
+        return _build_json_schema_metric(Path(settings.json_schema or ""))
     if name == "tool_call":
         return _match_calls
     if name == "rouge_l":
@@ -116,7 +116,7 @@ def build_metric(name: str, settings: EvaluationSection) -> Metric:
     return metric
 
 
-def _build_regex(pattern: re.Pattern[str]) -> Metric:
+def _build_regex_metric(pattern: re.Pattern[str]) -> Metric:
     def find(text: str) -> str | None:
         *_, last = [None, *pattern.finditer(text)]
         return last and last[min(1, pattern.groups)]
@@ -130,7 +130,7 @@ def _build_regex(pattern: re.Pattern[str]) -> Metric:
     return compare
 
 
-def _build_schema(path: Path) -> Metric:
+def _build_json_schema_metric(path: Path) -> Metric:
     import jsonschema
 
     try:

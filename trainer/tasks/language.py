@@ -24,7 +24,7 @@ from trainer.data.vision import ImageInputs
 from trainer.model.answers import encode_prompt, generate_greedy_answers, needs_synced_passes
 from trainer.model.base import add_embedding_noise, check_base_is_finite, load_base_model, resize_to_vocabulary
 from trainer.model.image_reader import build_image_inputs, cache_features, has_trained_image_modules
-from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.model.tokenizer_files import read_tokenizer_files, write_files
 from trainer.monitor.metrics import Record
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import build_model_card
@@ -44,7 +44,7 @@ from trainer.tasks.lm_eval_scores import Scores, TaskScores
 from trainer.tasks.task import Task
 
 Say = Callable[[str], None]
-EXAMPLES = 3
+REPORT_EXAMPLE_COUNT = 3
 """Number of training examples in the HTML report."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
 """Maps values of `training.loss` to the settings that contain their parameters."""
@@ -79,7 +79,7 @@ class LanguageTask(Task):
         """Whether the prompt of a pair is computed only once."""
 
     @property
-    def _filler_token(self) -> int:
+    def _pad_token_id(self) -> int:
         return int(self._prepared.tokenizer.pad_token_id)
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
@@ -98,12 +98,12 @@ class LanguageTask(Task):
         resize_to_vocabulary(model, self._prepared.tokenizer)
         return model
 
-    def _read_images(self, model: Any) -> None:
+    def _build_image_inputs(self, model: Any) -> None:
         if not has_images(self._prepared):
             return
         assert self._prepared.images is not None
         every_rank = self._config.zero.stage == 3 or has_trained_image_modules(model)
-        self._images = build_image_inputs(self._prepared.images, model, every_rank=every_rank)
+        self._images = build_image_inputs(self._prepared.images, model, add_dummy_images=every_rank)
         # varlen attention has no masks for image tokens, and the vision tower would receive the documents' bounds.
         if self._images.type_name is not None or not self._config.vision.cache:
             disable_varlen(model)
@@ -116,7 +116,7 @@ class LanguageTask(Task):
         return self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
 
     def run_dummy_forward(self, model: Any) -> object:
-        tokens = torch.full((1, 8), self._filler_token, device=self._device)
+        tokens = torch.full((1, 8), self._pad_token_id, device=self._device)
         try:
             return model(input_ids=tokens, use_cache=False)
         except TypeError as error:
@@ -128,17 +128,17 @@ class LanguageTask(Task):
 
     def build_loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
         training = self._config.training
-        self._read_images(model)
+        self._build_image_inputs(model)
         add_embedding_noise(model, training.neftune_noise_alpha)
         parameter = LOSS_PARAMETERS.get(training.loss)
         kind = LossKind(training.loss, getattr(training, parameter) if parameter else 0.0)
-        return TokenLoss(model, fused=fused_head, say=self._say, balance=training.router_aux_loss, kind=kind)
+        return TokenLoss(model, fused=fused_head, say=self._say, aux_loss_weight=training.router_aux_loss, kind=kind)
 
     def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token attends to a later one or to another packed document; cache image features."""
         config, device = self._config, self._device
-        check_causal(loss, engine.module, self._filler_token, device, config.base_model)
-        probed = loss, engine.module, self._filler_token, device
+        check_causal(loss, engine.module, self._pad_token_id, device, config.base_model)
+        probed = loss, engine.module, self._pad_token_id, device
         flat = config.dataset.packing or self._sequence is not None
         self.flat_packs = flat and separate_documents(*probed)
         if self._sequence is not None:
@@ -189,7 +189,7 @@ class LanguageTask(Task):
 
     @property
     def _collate_options(self) -> dict[str, Any]:
-        token, shared = self._filler_token, self.shares_prompts
+        token, shared = self._pad_token_id, self.shares_prompts
         layout = {"pad_token_id": token, "flat": self.flat_packs, "pairs": self.pairs, "shared": shared}
         return {**layout, "sequence": self._sequence, "images": self._images}
 
@@ -245,12 +245,15 @@ class LanguageTask(Task):
             folder.save_answer(prompt, when, answer.strip())
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:
-        return [(f"example {number}", document) for number, document in enumerate(islice(documents, EXAMPLES), start=1)]
+        return [
+            (f"example {number}", document)
+            for number, document in enumerate(islice(documents, REPORT_EXAMPLE_COUNT), start=1)
+        ]
 
     def prepare_companion_files(self) -> Callable[[Path], None]:
         """Return a function that writes tokenizer files; their contents are built here, in the main thread."""
         if self._tokenizer_files is None:
-            self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
+            self._tokenizer_files = read_tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
 
     @classmethod
@@ -275,7 +278,7 @@ class LanguageTask(Task):
         return []
 
     @classmethod
-    def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
+    def check_can_evaluate(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
         """Raise UserError if `zerolora eval` cannot evaluate the finished run in `folder` on this data."""
         cls.check_data(config, stats)
 

@@ -102,8 +102,10 @@ class TaskScores:
         self._settings, self._batch_size, self._ranks = settings, batch_size, ranks
         self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding
 
-    def measure(self, module: Any, device: torch.device, *, sync_ranks: bool = False, errors: bool = False) -> Scores:
-        """Return the scores of a model in evaluation mode, with standard errors if `errors` is set; a collective call.
+    def measure(
+        self, module: Any, device: torch.device, *, sync_ranks: bool = False, standard_errors: bool = False
+    ) -> Scores:
+        """Return the scores of a model in evaluation mode, optionally with standard errors; a collective call.
 
         With `sync_ranks`, all ranks generate until the last one has finished, which ZeRO-3 requires.
         """
@@ -122,12 +124,12 @@ class TaskScores:
             if default_shots is None or (default_shots and shots is not None):
                 task.set_config(key="num_fewshot", value=shots or 0)
             task.set_fewshot_seed(seed=SEED)
-        with phase("generate"), _hide_progress(), _use_lm_eval_seeds(), _share_batches(self._ranks):
+        with phase("generate"), _hide_progress(), _use_lm_eval_seeds(), _distribute_batches(self._ranks):
             results = evaluate(
                 model,
                 self._loaded,
                 limit=self._settings.limit,
-                bootstrap_iters=100_000 if errors else 0,
+                bootstrap_iters=100_000 if standard_errors else 0,
                 log_samples=False,
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
@@ -173,7 +175,7 @@ def _use_lm_eval_seeds() -> Iterator[None]:
 
 
 @replaces("`Collator`, which batches requests")
-def _share_batches(ranks: Ranks) -> Any:
+def _distribute_batches(ranks: Ranks) -> Any:
     """Return a context in which each rank computes some of lm-eval's batches and receives all results."""
     if ranks.world_size == 1:
         return nullcontext()

@@ -103,7 +103,7 @@ class PreferenceLoss(TokenLoss):
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return the loss, accuracy and reward margin for every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores, losses = self._score_pairs(model, batch, device)
-        chosen, rejected = scores.ratios
+        chosen, rejected = scores.log_ratios
         margins = self._settings.beta * (chosen - rejected)
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
 
@@ -120,7 +120,7 @@ class PreferenceLoss(TokenLoss):
         With `with_reference`, the result also includes BASE_LOSS, the loss of each token under the reference.
         """
         states, base = None, None
-        if with_reference and self.is_in_chunks(batch, device):
+        if with_reference and self.computes_in_chunks(batch, device):
             states = self.compute_base_states(model, batch, device)
         elif with_reference:
             base = self._measure_reference(model, batch, device)
@@ -156,7 +156,7 @@ class PreferenceLoss(TokenLoss):
         self._tokens.add_pairs(values, training=torch.is_grad_enabled())
 
     def _compute_losses(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
-        chosen, rejected = (self._settings.beta * ratio for ratio in scores.ratios)
+        chosen, rejected = (self._settings.beta * ratio for ratio in scores.log_ratios)
         values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
         self._sums.add_pairs(values, training=torch.is_grad_enabled())
         return compute_pair_losses(scores, self._settings)
@@ -209,7 +209,7 @@ class KtoLoss(PreferenceLoss):
 
     def _compute_margins(self, scores: PairScores, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the margins of the answers [P], whether they are desirable [P], and the baseline."""
-        ratios, mismatched = scores.ratios
+        ratios, mismatched = scores.log_ratios
         sums = torch.stack([mismatched.detach().double().sum(), torch.ones_like(mismatched).double().sum()])
         total, count = sum_over_ranks(sums)
         baseline = (total / count.clamp(min=1.0)).clamp(min=0.0).float()
@@ -227,7 +227,9 @@ class KtoLoss(PreferenceLoss):
     def _add_answer_metrics(
         self, scores: PairScores, is_desirable: torch.Tensor, baseline: torch.Tensor, *, training: bool
     ) -> None:
-        values = torch.stack([self._settings.beta * scores.ratios[0], scores.chosen, torch.ones_like(scores.chosen)])
+        values = torch.stack(
+            [self._settings.beta * scores.log_ratios[0], scores.chosen, torch.ones_like(scores.chosen)]
+        )
         kinds = torch.stack([is_desirable, ~is_desirable]).double()
         sums = torch.cat([(values.double() @ kinds.T).flatten(), torch.stack([baseline.double(), kinds.new_ones(())])])
         self._sums.add(sums, training=training)
@@ -331,7 +333,7 @@ class PreferenceTask(LanguageTask):
         return []
 
     @classmethod
-    def check_evaluated(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
+    def check_can_evaluate(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
         """Raise UserError if the pairs cannot be evaluated because the run did not keep the reference adapter."""
         if not (stats.evaluation or stats).pairs:
             return  # texts or conversations passed with --data
@@ -350,7 +352,7 @@ class PreferenceTask(LanguageTask):
         return (KtoLoss if "kto" in settings.loss else PreferenceLoss)(model, settings)
 
     def build_loss(self, model: Any, *, fused_head: bool | None) -> PreferenceLoss:
-        self._read_images(model)
+        self._build_image_inputs(model)
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
         loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)
@@ -388,7 +390,7 @@ class PreferenceTask(LanguageTask):
             raise UserError("preference.share_prompt=true: not supported for data with images; use auto")
         if not requested or (requested == "auto" and (saved < MIN_SAVINGS or not is_possible)):
             return False
-        reason = share_prompt_keys(loss, engine.module, self._filler_token, self._device)
+        reason = share_prompt_keys(loss, engine.module, self._pad_token_id, self._device)
         if reason and requested is True:
             raise UserError(f"preference.share_prompt=true: not possible: {reason}; use auto")
         note = "shared by pairs" + (f", which saves {saved:.1%} of the tokens" if saved else "")

@@ -27,19 +27,19 @@ class PairScores:
     rejected_tokens: Tensor
 
     @property
-    def ratios(self) -> tuple[Tensor, Tensor]:
+    def log_ratios(self) -> tuple[Tensor, Tensor]:
         """Log-ratios h for the chosen and the rejected answer."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
-    def means(self) -> tuple[Tensor, Tensor]:
+    def mean_logps(self) -> tuple[Tensor, Tensor]:
         """Log-probabilities per token, log p / n, of the chosen and the rejected answer."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 def compute_pair_losses(scores: PairScores, settings: PreferenceSection) -> Tensor:
     """Return the weighted sum of the configured losses for each pair [P]."""
-    c, r = (settings.beta * ratio for ratio in scores.ratios)
+    c, r = (settings.beta * ratio for ratio in scores.log_ratios)
     losses = [weight * LOSSES[name](c, r, scores, settings) for name, weight in settings.loss.items()]
     return torch.stack(losses).sum(0)
 
@@ -63,7 +63,7 @@ def _compute_discopop_loss(logits: Tensor, tau: float) -> Tensor:
 
 
 def _compute_orpo_loss(scores: PairScores, beta: float) -> Tensor:
-    chosen, rejected = scores.means
+    chosen, rejected = scores.mean_logps
     odds = (chosen - rejected) - (torch.log(-torch.expm1(chosen)) - torch.log(-torch.expm1(rejected)))
     return -chosen - beta * F.logsigmoid(odds)
 
@@ -93,14 +93,14 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, PairScores, PreferenceSection], Tens
     "discopop": lambda c, r, scores, p: _compute_discopop_loss(c - r, p.discopop_tau),
     # Xu et al. 2024: DPO's loss without a reference, plus the loss on the chosen answer
     "cpo": lambda c, r, scores, p: (
-        _compute_smoothed_loss(p.beta * (scores.chosen - scores.rejected), p.label_smoothing) - scores.means[0]
+        _compute_smoothed_loss(p.beta * (scores.chosen - scores.rejected), p.label_smoothing) - scores.mean_logps[0]
     ),
     # Meng et al. 2024
     "simpo": lambda c, r, scores, p: _compute_smoothed_loss(
-        p.beta * (scores.means[0] - scores.means[1]) - p.gamma, p.label_smoothing
+        p.beta * (scores.mean_logps[0] - scores.mean_logps[1]) - p.gamma, p.label_smoothing
     ),
     # Hong et al. 2024: the loss on the chosen answer, plus beta times the odds-ratio loss
     "orpo": lambda c, r, scores, p: _compute_orpo_loss(scores, p.beta),
     # Pang et al. 2024 (RPO's second term): -log p(c) / n(c)
-    "sft": lambda c, r, scores, p: -scores.means[0],
+    "sft": lambda c, r, scores, p: -scores.mean_logps[0],
 }

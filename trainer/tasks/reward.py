@@ -17,7 +17,7 @@ from trainer.patches.plain_head import replace_head
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.preference import PAIR_METRICS, PAIRS, PairSums, check_answers
 
-REWARDS = PAIR_METRICS[:4]
+REWARD_METRICS = PAIR_METRICS[:4]
 
 
 class RewardLoss(TokenLoss):
@@ -79,8 +79,8 @@ class RewardLoss(TokenLoss):
         return selected_scores[0].float()
 
     def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
-        """Return the averages of the REWARDS metrics over all pairs since the last call; a collective call."""
-        return self._sums.pop_averages(REWARDS, training=training)
+        """Return the averages of REWARD_METRICS over all pairs since the last call; a collective call."""
+        return self._sums.pop_averages(REWARD_METRICS, training=training)
 
 
 def find_last_tokens(batch: MicroBatch, pad_token_id: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ class RewardTask(LanguageTask):
 
     def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
         model = super().load_base(dtype, engine_config, shards)
-        model.config.pad_token_id = self._filler_token  # transformers needs it for batches of several rows
+        model.config.pad_token_id = self._pad_token_id  # transformers needs it for batches of several rows
         return model
 
     def build_loss(self, model: Any, *, fused_head: bool | None) -> RewardLoss:

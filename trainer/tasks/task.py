@@ -40,7 +40,7 @@ class StepLoss(Protocol):
     """Computes the summed loss of a batch, fp32 and differentiable."""
 
     @property
-    def balancing(self) -> torch.Tensor | float:
+    def load_balancing_loss(self) -> torch.Tensor | float:
         """The router's load-balancing loss, which is added to the training loss."""
 
     def pop_metrics(self, *, training: bool = True) -> dict[str, float]:

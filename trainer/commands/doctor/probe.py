@@ -16,25 +16,25 @@ import torch
 
 from trainer.config import AUTO, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
-from trainer.contract.json_records import RESULT_PREFIX, Check, State
+from trainer.contract.json_records import RESULT_PREFIX, CheckResult, CheckState
 
 
-def check_torch() -> Iterator[Check]:
+def check_torch() -> Iterator[CheckResult]:
     wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     built = f"{torch.__version__}, built with CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
     if wants_cpu:
-        yield Check("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
+        yield CheckResult("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
         return
     if not torch.cuda.is_available():
         has_gpu_driver = shutil.which("nvidia-smi") is not None
         fix = "install a torch build for a CUDA version no newer than the driver's (`nvidia-smi` shows it)"
         found = f"{built}: no GPU found" + (", although a driver is installed" if has_gpu_driver else "")
-        yield Check("torch", "FAIL" if has_gpu_driver else "WARN", found, fix if has_gpu_driver else "")
+        yield CheckResult("torch", "FAIL" if has_gpu_driver else "WARN", found, fix if has_gpu_driver else "")
         return
-    yield Check("torch", "OK", f"{built}, {format_count(torch.cuda.device_count(), 'GPU')}")
+    yield CheckResult("torch", "OK", f"{built}, {format_count(torch.cuda.device_count(), 'GPU')}")
 
 
-def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
+def check_toolchain(config: RunConfig | None) -> Iterator[CheckResult]:
     """Check nvcc, and whether the fused operators are built or can be built."""
     from ops.builder import LoraOpBuilder
     from ops.prebuilt import get_cache_folder
@@ -42,33 +42,33 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Check]:
 
     backend = "auto" if config is None else config.ops.backend
     builder = LoraOpBuilder()
-    needed: State = "FAIL" if backend == "cuda" else "WARN" if torch.cuda.is_available() else "OK"
+    needed: CheckState = "FAIL" if backend == "cuda" else "WARN" if torch.cuda.is_available() else "OK"
     if backend in ("peft", "reference"):
-        yield Check("operators", "OK", f"not used (ops.backend: {backend})")
+        yield CheckResult("operators", "OK", f"not used (ops.backend: {backend})")
         return
     if (library := builder.find()) is not None:
-        yield Check("operators", "OK", f"built at {library}")
+        yield CheckResult("operators", "OK", f"built at {library}")
         return
     if (shared := os.environ.get("ZEROLORA_OPS")) and torch.cuda.is_available():
         found = f"ZEROLORA_OPS={shared}: has no build for this torch version, Python version and GPU type"
-        yield Check("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
+        yield CheckResult("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
     try:
         builder.check()
     except BuildError as error:
         fallback = "" if needed == "FAIL" else "; PEFT's forward pass is used instead"
         if needed == "OK":
-            yield Check("operators", "OK", f"not used without a GPU{fallback}")
+            yield CheckResult("operators", "OK", f"not used without a GPU{fallback}")
         else:
-            yield Check("operators", needed, f"{error}{fallback}", "ops.backend: peft")
+            yield CheckResult("operators", needed, f"{error}{fallback}", "ops.backend: peft")
         return
-    yield Check(
+    yield CheckResult(
         "operators",
         "OK",
         f"will be compiled into {get_cache_folder()} on first use; to compile now: zerolora ops build",
     )
 
 
-def check_inputs(config: RunConfig) -> Iterator[Check]:
+def check_inputs(config: RunConfig) -> Iterator[CheckResult]:
     """Check settings, model, tokenizer and data files as training does, and whether the weights are on this machine."""
     from trainer.checkpoint.output_folder import check_inputs_and_output
     from trainer.setup.kinds import find_model_kind
@@ -76,22 +76,24 @@ def check_inputs(config: RunConfig) -> Iterator[Check]:
 
     model = config.base_model
     try:
-        check_inputs_and_output(config, to_train=False)
+        check_inputs_and_output(config, for_training=False)
         check_settings(config)
         kind = find_model_kind(config)
         kind.read_files(config)
         has_weights = kind.has_weights(config)
     except UserError as error:
-        yield Check("run", "FAIL", str(error), "see the message; if offline, run `hf download` on another machine")
+        yield CheckResult(
+            "run", "FAIL", str(error), "see the message; if offline, run `hf download` on another machine"
+        )
         return
-    yield Check("run", "OK", f"settings, {model} and data are usable")
+    yield CheckResult("run", "OK", f"settings, {model} and data are usable")
     if not has_weights:
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
         found = "not on this machine, and HF_HUB_OFFLINE is set" if is_offline else "will be downloaded at startup"
-        yield Check("weights", "FAIL" if is_offline else "WARN", f"{model}: {found}", f"hf download {model}")
+        yield CheckResult("weights", "FAIL" if is_offline else "WARN", f"{model}: {found}", f"hf download {model}")
 
 
-def estimate_host_resources(config: RunConfig, ranks: int) -> tuple[dict[str, int], Check | None]:
+def estimate_host_resources(config: RunConfig, ranks: int) -> tuple[dict[str, int], CheckResult | None]:
     """Return the estimated bytes of host memory per rank and of disk space, or a warning if they cannot be estimated.
 
     The host memory excludes the process itself; on the CPU it includes everything that would be on the GPU.
@@ -105,7 +107,7 @@ def estimate_host_resources(config: RunConfig, ranks: int) -> tuple[dict[str, in
             config = planner.resolve(config, None)
         estimate = planner.estimate(config)
     except (UserError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return {}, Check("estimate", "WARN", f"memory and disk space cannot be estimated: {error}")
+        return {}, CheckResult("estimate", "WARN", f"memory and disk space cannot be estimated: {error}")
     return {"host_per_rank": estimate.host if on_gpu else estimate.peak, "disk": estimate.disk}, None
 
 

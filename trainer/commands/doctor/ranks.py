@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
-from trainer.contract.json_records import RESULT_PREFIX, Check
+from trainer.contract.json_records import RESULT_PREFIX, CheckResult
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.agreement import RankReport, build_report, find_differences
 from trainer.parallel.ranks.group import (
@@ -33,7 +33,7 @@ from trainer.parallel.ranks.group import (
 )
 
 TIMEOUT_MINUTES = 2.0
-CORRECT_ELEMENTS = 1_000_003
+CHECKED_ELEMENTS = 1_000_003
 SIZES = (2**20, 2**24, 2**26)
 """Sizes of the measured all-reduces in bytes; CPUs stop at 16 MiB."""
 REPEATS = 5
@@ -44,10 +44,10 @@ PLACEHOLDER_CONFIG = RunConfig(base_model="none", output_dir="none", dataset=Dat
 SLOW_GB_PER_S = 0.1
 
 
-def check_all_reduce(device: torch.device) -> Iterator[Check]:
+def check_all_reduce(device: torch.device) -> Iterator[CheckResult]:
     """Check that an all-reduce of rank-dependent integers is exact in fp32, then measure its bandwidth."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    index = torch.arange(CORRECT_ELEMENTS, device=device) % 1000
+    index = torch.arange(CHECKED_ELEMENTS, device=device) % 1000
     values = (index + 1000 * rank).float()
     dist.all_reduce(values)
     expected = (world * index + 1000 * (world * (world - 1) // 2)).float()
@@ -56,17 +56,19 @@ def check_all_reduce(device: torch.device) -> Iterator[Check]:
     backend = dist.get_backend()
     fix = "set NCCL_DEBUG=INFO to see the links used; find the faulty one with NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1"
     if int(wrong):
-        found = f"{backend}: {int(wrong)} of {world * CORRECT_ELEMENTS} sums are wrong"
-        yield Check("all-reduce", "FAIL", found, fix)
+        found = f"{backend}: {int(wrong)} of {world * CHECKED_ELEMENTS} sums are wrong"
+        yield CheckResult("all-reduce", "FAIL", found, fix)
         return
-    yield Check("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {format_count(world, 'rank')} are exact")
+    yield CheckResult(
+        "all-reduce", "OK", f"{backend}: {CHECKED_ELEMENTS} sums over {format_count(world, 'rank')} are exact"
+    )
     if world == 1:
         return
     speeds = [(size, _measure_bus_bandwidth(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
     measured = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
     slow = speeds[-1][1] < SLOW_GB_PER_S
     name = "all-reduce speed"
-    yield Check(
+    yield CheckResult(
         name,
         "WARN" if slow else "OK",
         f"bus bandwidth {measured}",
@@ -90,7 +92,7 @@ def _measure_bus_bandwidth(size: int, device: torch.device) -> float:
     return 2 * (world - 1) / world * size / float(seconds) / 1e9
 
 
-def check_clocks() -> Iterator[Check]:
+def check_clocks() -> Iterator[CheckResult]:
     """Check how much the hosts' clocks differ, to within the precision of a barrier."""
     dist.barrier()
     times = gather_objects((get_host_name(), time.time()))
@@ -102,10 +104,12 @@ def check_clocks() -> Iterator[Check]:
     if len(offsets) == 1:
         found = f"one host, {host}"
     state: Any = "FAIL" if difference > CLOCK_FAIL_S else "WARN" if difference > CLOCK_WARN_S else "OK"
-    yield Check("clocks", state, found, "" if state == "OK" else f"synchronize {host} with an NTP server (chronyd)")
+    yield CheckResult(
+        "clocks", state, found, "" if state == "OK" else f"synchronize {host} with an NTP server (chronyd)"
+    )
 
 
-def check_output_is_shared(config: RunConfig, ranks: Ranks) -> Check:
+def check_output_is_shared(config: RunConfig, ranks: Ranks) -> CheckResult:
     """Check that all hosts share the output folder: rank 0 creates a file that the others look for."""
     path = Path(config.output_dir).absolute()
     folder = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -122,15 +126,17 @@ def check_output_is_shared(config: RunConfig, ranks: Ranks) -> Check:
         file.unlink(missing_ok=True)
     hosts_without = sorted({host for host, is_listed, _ in reports if not is_listed})
     if reports[0][2]:
-        return Check("output_dir", "FAIL", f"{folder}: {reports[0][2]}", "use a writable folder")
+        return CheckResult("output_dir", "FAIL", f"{folder}: {reports[0][2]}", "use a writable folder")
     if hosts_without:
         fix = "use a folder on a file system that all hosts share, because all ranks write checkpoints"
-        return Check("output_dir", "FAIL", f"{folder}: is not shared with {', '.join(hosts_without)}", fix)
+        return CheckResult("output_dir", "FAIL", f"{folder}: is not shared with {', '.join(hosts_without)}", fix)
     hosts = len({host for host, _, _ in reports})
-    return Check("output_dir", "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
+    return CheckResult(
+        "output_dir", "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host")
+    )
 
 
-def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Check]:
+def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[CheckResult]:
     """Check how many ranks share each copy of the base model in ZeRO-3, and whether a copy spans hosts."""
     within, name = config.zero.shard_within, "zero.shard_within"
     if config.zero.stage != 3:
@@ -138,15 +144,15 @@ def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[Chec
     try:
         groups = list_shard_groups("host" if within == "auto" else within, hosts)
     except UserError as error:
-        yield Check(name, "FAIL", str(error), "see the message")
+        yield CheckResult(name, "FAIL", str(error), "see the message")
         return
     sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
     found = f"{within}: {len(groups)} replica(s) of the base model, each sharded over {sizes} ranks"
     if any(len({hosts[rank] for rank in group}) > 1 for group in groups):
         fix = "set zero.shard_within=host if each host has enough memory for a replica"
-        yield Check(name, "WARN", f"{found}; every layer's weights cross the network", fix)
+        yield CheckResult(name, "WARN", f"{found}; every layer's weights cross the network", fix)
     else:
-        yield Check(name, "OK", f"{found}, if a replica fits on a host" if within == "auto" else found)
+        yield CheckResult(name, "OK", f"{found}, if a replica fits on a host" if within == "auto" else found)
 
 
 def _is_listed(file: Path) -> bool:
@@ -156,14 +162,14 @@ def _is_listed(file: Path) -> bool:
         return False
 
 
-def check_versions(reports: Sequence[RankReport]) -> Iterator[Check]:
+def check_versions(reports: Sequence[RankReport]) -> Iterator[CheckResult]:
     problems = find_differences(reports)
     for problem, fix in problems:
-        yield Check("versions", "FAIL", problem, fix)
+        yield CheckResult("versions", "FAIL", problem, fix)
     if not problems:
         hosts = len({report.host for report in reports})
         where = "one host" if hosts == 1 else f"the same on all {hosts} hosts"
-        yield Check("versions", "OK", f"code and packages of {format_count(len(reports), 'rank')}: {where}")
+        yield CheckResult("versions", "OK", f"code and packages of {format_count(len(reports), 'rank')}: {where}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,15 +181,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides).config if arguments.config else None
     try:
-        ranks = Ranks.from_environment(expected=arguments.world_size)
+        ranks = Ranks.from_environment(expected_world_size=arguments.world_size)
         form_process_group(ranks, TIMEOUT_MINUTES)
     except UserError as error:
-        print(RESULT_PREFIX + json.dumps({"checks": [asdict(Check("ranks", "FAIL", str(error)))]}), flush=True)
+        print(RESULT_PREFIX + json.dumps({"checks": [asdict(CheckResult("ranks", "FAIL", str(error)))]}), flush=True)
         return 1
     device = ranks.device()
     reports = gather_objects(build_report(ranks, (config or PLACEHOLDER_CONFIG).model_dump_json()))
     hosts = list(dict.fromkeys(report.host for report in reports))
-    findings = [Check("ranks", "OK", f"{format_count(ranks.world_size, 'rank')} on {', '.join(hosts)}")]
+    findings = [CheckResult("ranks", "OK", f"{format_count(ranks.world_size, 'rank')} on {', '.join(hosts)}")]
     findings += [*check_versions(reports), *check_clocks()]
     if config:
         findings += [

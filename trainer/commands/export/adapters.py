@@ -8,15 +8,20 @@ from typing import Any
 from gguf import GGUFReader, GGUFWriter, Keys, LlamaFileType, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES, GGUFType
 
-from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, load_saved_tokenizer
+from trainer.checkpoint.finished_run import ADAPTER_FILES, FinishedRun, load_saved_tokenizer
 from trainer.commands.atomic_output import move_into_place, temporary_output
 from trainer.commands.export.factors import Factors, read_factors
 from trainer.commands.export.gguf import ARCHITECTURES, check_architecture, pair_rotary_rows
-from trainer.commands.export.servers import MERGED, build_lora_arguments, check_adapter_supported, write_for_server
+from trainer.commands.export.servers import (
+    EXPORT_MERGED_FIX,
+    build_lora_arguments,
+    check_adapter_supported,
+    write_for_server,
+)
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
-from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.model.tokenizer_files import read_tokenizer_files, write_files
 from trainer.monitor.report.model_card import get_public_name, is_on_hub
 
 ADAPTER_FORMATS = ("peft", "vllm", "sglang", "gguf-lora")
@@ -33,7 +38,7 @@ def export_adapter(run: FinishedRun, format_: str, output: Path) -> list[str]:
             count = write_gguf_lora(run, folder / "adapter.gguf")
             move_into_place(folder / "adapter.gguf", output)
             return [f"A and B of {count} layers in f32", f"llama-server -m BASE.gguf --lora {output}"]
-        for name in ADAPTER:
+        for name in ADAPTER_FILES:
             shutil.copyfile(run.folder / name, folder / name)
         public = get_public_name(run.config.base_model)
         base = public if is_on_hub(public) else run.config.base_model
@@ -41,7 +46,7 @@ def export_adapter(run: FinishedRun, format_: str, output: Path) -> list[str]:
         (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if format_ != "peft":
             write_for_server(folder, format_, run.config.base_model, run.config.model)
-        write_files(tokenizer_files(tokenizer), folder)
+        write_files(read_tokenizer_files(tokenizer), folder)
         move_into_place(folder, output)
     if format_ == "peft":
         return [f"PeftModel.from_pretrained(base, {str(output)!r}) with base {base}"]
@@ -65,7 +70,7 @@ def write_gguf_lora(run: FinishedRun, output: Path) -> int:
     if "lm_head" in factors and config.tie_word_embeddings:
         raise UserError(
             "--format gguf-lora: the adapter changes lm_head, which llama.cpp ties to the embedding of this model; "
-            + MERGED
+            + EXPORT_MERGED_FIX
         )
     rank = max(len(pair.a_RI) for pair in factors.values())
     alpha = max(pair.scale for pair in factors.values()) * rank
@@ -93,7 +98,7 @@ def _find_gguf_name(layer: str, config: Any) -> str:
     names = get_tensor_name_map(ARCHITECTURES[config.architectures[0]][0], config.num_hidden_layers)
     name = names.get_name(f"{layer}.weight", try_suffixes=(".weight",))
     if name is None:
-        raise UserError(f"--format gguf-lora: {layer} has no GGUF tensor name; {MERGED}")
+        raise UserError(f"--format gguf-lora: {layer} has no GGUF tensor name; {EXPORT_MERGED_FIX}")
     return str(name)
 
 

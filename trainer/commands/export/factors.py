@@ -36,7 +36,7 @@ from trainer.model.targets import find_non_text_modules
 
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that servers fuse into one; their adapters must have the same shape."""
 
@@ -101,7 +101,7 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
     factors: dict[str, Factors] = {}
     for path, layer in adapted.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
-            a, b = (tensors[f"{PREFIX}{path}.lora_{factor}.weight"] for factor in "AB")
+            a, b = (tensors[f"{PEFT_PREFIX}{path}.lora_{factor}.weight"] for factor in "AB")
             scale, experts_path = float(layer.scaling[layer.active_adapters[0]]), path.replace(".base_layer", "")
             if experts_path in experts:
                 pairs = _split_experts(experts_path, experts[experts_path], layer.parameter_name, a, b)

@@ -35,7 +35,7 @@ FORMATS = {
 # Formats with a numpy dtype; all other formats are written as bytes.
 NUMPY_TYPES = {GGMLQuantizationType.F32: numpy.float32, GGMLQuantizationType.F16: numpy.float16}
 # safetensors' dtype names -> keys of FORMATS.
-STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+FORMAT_BY_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Array = numpy.ndarray[Any, Any]
 
 
@@ -149,7 +149,7 @@ def _list_stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTe
                 name = names.get_name(original, try_suffixes=(".weight", ".bias"))
                 if name is None:
                     raise UserError(f"--format gguf: {original} has no GGUF tensor name; {USE_SCRIPT}")
-                current = STORED_AS.get(part.get_dtype(), "f32")
+                current = FORMAT_BY_DTYPE.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
                 kind = _choose_format(shape, current if dtype == "auto" else dtype)
                 rotary_heads = next((count for pattern, count in heads.items() if pattern in name), None)

@@ -39,7 +39,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_add_space_prefix(_adds_space(state, tokenizer))
+        writer.add_add_space_prefix(_should_add_space(state, tokenizer))
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_find_split_name(state))
@@ -111,7 +111,7 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
         return []
 
 
-def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
+def _should_add_space(state: dict[str, Any], tokenizer: Any) -> bool:
     """Return whether llama.cpp should add a leading space.
 
     This is the tokenizer's own setting, unless only the opposite makes llama.cpp tokenize chats as in training.
@@ -128,10 +128,10 @@ def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
             f"are not supported; {USE_SCRIPT}"
         )
     adds = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
-    return next((space for space in (adds, not adds) if tokenizes_chats_alike(tokenizer, space)), adds)
+    return next((space for space in (adds, not adds) if is_chat_tokenization_identical(tokenizer, space)), adds)
 
 
-def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
+def is_chat_tokenization_identical(tokenizer: Any, adds_space: bool) -> bool:
     """Return whether llama.cpp and the tokenizer produce the same tokens for chats.
 
     If `space` is set, llama.cpp adds a leading space to every piece between special tokens; tokenizers may add it only
@@ -143,17 +143,19 @@ def tokenizes_chats_alike(tokenizer: Any, space: bool) -> bool:
     for chat in _render_example_chats(tokenizer):
         tokens: list[int] = []
         for piece in filter(None, pieces.split(chat)):
-            marked = ("▁" if space else "") + piece.replace(" ", "▁")
+            marked = ("▁" if adds_space else "") + piece.replace(" ", "▁")
             tokens += [numbers[piece]] if piece in names else [token.id for token in model.tokenize(marked)]
         if tokens != tokenizer(chat, add_special_tokens=False).input_ids:
             return False
     return True
 
 
-def chats_differ(tokenizer: Any) -> bool:
+def has_chat_tokenization_mismatch(tokenizer: Any) -> bool:
     """Return whether llama.cpp tokenizes chats differently from this tokenizer, whether or not it adds a space."""
     is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
-    return bool(is_sentencepiece) and not any(tokenizes_chats_alike(tokenizer, space) for space in (True, False))
+    return bool(is_sentencepiece) and not any(
+        is_chat_tokenization_identical(tokenizer, space) for space in (True, False)
+    )
 
 
 def _list_steps(step: dict[str, Any] | None, list_key: str) -> list[dict[str, Any]]:

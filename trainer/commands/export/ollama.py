@@ -38,7 +38,7 @@ class ChatParts:
             "{{" in text or '"""' in text or text[-1:] == "{" for text in texts
         )
 
-    def to_go(self) -> str:
+    def to_go_template(self) -> str:
         branches: list[str] = []
         for role in self.affixes:
             before, after = self.affixes[role]
@@ -145,7 +145,7 @@ def build_modelfile(
     elif parts is None:
         lines.append("# No TEMPLATE: the chat template does more than join turns; Ollama guesses one from the GGUF.")
     else:
-        lines.append(f'TEMPLATE """{parts.to_go()}"""')
+        lines.append(f'TEMPLATE """{parts.to_go_template()}"""')
     end = _find_end_of_turn_text(tokenizer) if prompt_format is None and parts is None else None
     after = parts.affixes["assistant"][1].strip() if parts else end
     stops = dict.fromkeys([tokenizer.eos_token, after])

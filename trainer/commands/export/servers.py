@@ -21,19 +21,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.checkpoint.adapter_files import WEIGHTS
-from trainer.commands.export.factors import PREFIX, Factors, read_factors
+from trainer.commands.export.factors import PEFT_PREFIX, Factors, read_factors
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.served_layers import SERVER_NAMES, describe_exclusion, find_unapplied_layers
 
 EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-EXPERT_NUMBERS = {name: number for number, name in EXPERT_NAMES.items()}
+NUMBERED_EXPERT_NAMES = {name: number for number, name in EXPERT_NAMES.items()}
 NUMBERED_IN_VLLM = ("gpt_oss",)
 """Model types with all experts in one tensor, for which vLLM expects w1, w2 and w3 in adapters."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Allowed values of --max-lora-rank."""
-MERGED = "export the merged model with --format hf"
+EXPORT_MERGED_FIX = "export the merged model with --format hf"
 
 
 def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> None:
@@ -48,7 +48,7 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     if unapplied := find_unapplied_layers(server, model_type, factors):
         raise UserError(
             f"--format {server}: {SERVER_NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
-            f"to train without them, {'; '.join(map(describe_exclusion, unapplied))}; or {MERGED}"
+            f"to train without them, {'; '.join(map(describe_exclusion, unapplied))}; or {EXPORT_MERGED_FIX}"
         )
     rank, scales = max(len(pair.a_RI) for pair in factors.values()), {pair.scale for pair in factors.values()}
     scale = scales.pop() if len(scales) == 1 else 1.0  # different scales are folded into B
@@ -56,8 +56,8 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     for layer, pair in factors.items():
         pair = pair.rescale(scale)
         pair = pair.pad_rank(rank) if server == "sglang" else pair
-        tensors[f"{PREFIX}{layer}.lora_A.weight"] = pair.a_RI.clone(memory_format=torch.contiguous_format)
-        tensors[f"{PREFIX}{layer}.lora_B.weight"] = pair.b_OR.clone(memory_format=torch.contiguous_format)
+        tensors[f"{PEFT_PREFIX}{layer}.lora_A.weight"] = pair.a_RI.clone(memory_format=torch.contiguous_format)
+        tensors[f"{PEFT_PREFIX}{layer}.lora_B.weight"] = pair.b_OR.clone(memory_format=torch.contiguous_format)
     settings = read_adapter_settings(folder)
     alpha = scale * rank
     settings |= {"r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "use_rslora": False}
@@ -84,23 +84,23 @@ def check_adapter_supported(folder: Path, server: str) -> None:
     settings = read_adapter_settings(folder)
     name = SERVER_NAMES[server]
     if settings.get("use_dora"):
-        raise UserError(f"--format {server}: {name} does not support DoRA; {MERGED}")
+        raise UserError(f"--format {server}: {name} does not support DoRA; {EXPORT_MERGED_FIX}")
     others = [
-        key.removeprefix(PREFIX)
+        key.removeprefix(PEFT_PREFIX)
         for key in load_file(folder / "adapter_model.safetensors")
         if not re.search(r"\.lora_[AB]\.weight$", key)
     ]
     if others:
         raise UserError(
             f"--format {server}: {name} only supports A and B of linear layers, but the adapter has {others[0]} (from "
-            f"lora.modules_to_save, model.added_tokens or an embedding); {MERGED}"
+            f"lora.modules_to_save, model.added_tokens or an embedding); {EXPORT_MERGED_FIX}"
         )
 
 
 def _rename_expert_parts(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
     names: dict[str, str] = EXPERT_NAMES if server == "sglang" else {}
     if server == "vllm" and model_type in NUMBERED_IN_VLLM:
-        names = EXPERT_NUMBERS
+        names = NUMBERED_EXPERT_NAMES
     renamed = {}
     for layer, pair in factors.items():
         parent, _, part = layer.rpartition(".")

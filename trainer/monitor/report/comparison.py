@@ -27,7 +27,7 @@ PAGE = "runs.html"
 MAX_RUNS = 8
 """Maximum number of runs on a page, limited by distinguishable colors."""
 IGNORED_DIFFERENCES = ("output_dir", "logging.run_name")
-HEADS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
+RESULT_HEADERS = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> Path:
         TEMPLATE,
         title=f"{len(runs)} runs",
         subtitle=" · ".join(run.name for run in runs),
-        result_heads=HEADS,
+        result_heads=RESULT_HEADERS,
         results=[_build_result_row(run) for run in runs],
         figures=[render_chart(chart) for chart in overlay_charts(runs)],
         answers=_collect_answers(runs),

@@ -20,10 +20,10 @@ CARD = "README.md"
 MARKER = "<!-- zerolora overwrites this card; delete this line to keep your changes. -->"
 OLD_MARKER = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
 PEFT_PLACEHOLDER = "[More Information Needed]"
-BAR = 40
+BAR_WIDTH = 40
 """Length in characters of the bar for a score of 1."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
 
 def is_user_written_card(card: Path) -> bool:
@@ -42,7 +42,7 @@ def get_public_name(name: str) -> str:
 
 def is_on_hub(name: str) -> bool:
     """Return whether a name refers to the Hub: it has the form owner/name and is not a local path."""
-    is_file_name = name.lower().endswith(DATA_FILES)
+    is_file_name = name.lower().endswith(DATA_SUFFIXES)
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
@@ -109,8 +109,8 @@ def _format_score_bars(records: list[Record]) -> list[str]:
     for name, (base, scores) in extract_scores(records).items():
         values = {"base": base, "adapter": float(scores.values[-1])}
         if all(0 <= value <= 1 for value in values.values()):
-            bars = [(kind, "█" * round(BAR * value), value) for kind, value in values.items()]
-            lines += [name, *(f"  {kind:<8}{bar:<{BAR}} {value:.4f}" for kind, bar, value in bars)]
+            bars = [(kind, "█" * round(BAR_WIDTH * value), value) for kind, value in values.items()]
+            lines += [name, *(f"  {kind:<8}{bar:<{BAR_WIDTH}} {value:.4f}" for kind, bar, value in bars)]
     return lines
 
 

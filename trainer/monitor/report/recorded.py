@@ -110,7 +110,7 @@ def _read_if_exists(path: Path, type_: Any) -> Any:
 
 
 # Settings that do not change the result; `logging.progress` is replaced in runs with several adapters.
-NOT_SHOWN = ("dataset.cache_dir", "logging.progress")
+HIDDEN_SETTINGS = ("dataset.cache_dir", "logging.progress")
 
 
 def list_changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], str]:
@@ -121,7 +121,7 @@ def list_changed_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, st
     changed = [
         (name, format_value(_prepare_for_display(value)), format_value(defaults.get(name, "required")))
         for name, value in values.items()
-        if value != defaults.get(name) and name not in NOT_SHOWN
+        if value != defaults.get(name) and name not in HIDDEN_SETTINGS
     ]
     return changed, dump(_prepare_for_display(dict(config)))
 

@@ -56,7 +56,7 @@ def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]
             if len(files) > limit
             else files
         )
-        embedded.append((prompt, [(_parse_when(file), address) for file in chosen if (address := _encode(file))]))
+        embedded.append((prompt, [(_parse_label(file), address) for file in chosen if (address := _encode(file))]))
     return [(prompt, row) for prompt, row in embedded if row]
 
 
@@ -74,11 +74,11 @@ def _encode(file: Path) -> str | None:
     return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-def _parse_when(file: Path) -> str:
+def _parse_label(file: Path) -> str:
     return file.stem.partition("-")[2]
 
 
 def _sort_key(file: Path) -> tuple[int, int]:
-    if step := re.fullmatch(r"step-([0-9]{1,18})", _parse_when(file)):
+    if step := re.fullmatch(r"step-([0-9]{1,18})", _parse_label(file)):
         return 1, int(step[1])
-    return (0, 0) if _parse_when(file) == "before" else (2, 0)
+    return (0, 0) if _parse_label(file) == "before" else (2, 0)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.errors import sanitize
-from trainer.contract.json_records import SWEEP, read_sweep
+from trainer.contract.json_records import SWEEP_RECORD_FILE, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.comparison import MAX_RUNS, write_comparison_page
 from trainer.monitor.report.curves import Series, extract_series
@@ -39,7 +39,7 @@ def read_run_results(folder: Path) -> list[RunResult]:
     """Return the runs of the sweep in a folder, best first. Raises UserError if the folder has no sweep record."""
     results = [_read_result(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
     if not results:
-        raise UserError(f"{folder}: has no {SWEEP}; pass the output_dir of a `zerolora sweep`")
+        raise UserError(f"{folder}: has no {SWEEP_RECORD_FILE}; pass the output_dir of a `zerolora sweep`")
     return sorted(results, key=lambda run: (run.loss is None, run.loss, run.folder.name))
 
 

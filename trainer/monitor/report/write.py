@@ -38,13 +38,13 @@ PAGE, TEMPLATE = "report.html", "page.html.jinja"
 SUMMARY: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("summary.yaml")).tree
 ANSWERS = "answers.json"
 """File with {prompt: {"before" or "after": answer}}."""
-WHEN = ("before", "after")
+ANSWER_LABELS = ("before", "after")
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 RESULTS = DIFFUSERS, "README.md", "adapter_model.safetensors"
 FILES = (*RESULTS, "training_config.json", "run.json", "metrics.jsonl", "logs")
-SHOWN_MEAN = 10
+MAX_AVERAGED_RECORDS = 10
 PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
-SHORT_PHASE = 0.01
+MIN_PHASE_FRACTION = 0.01
 """Phases below this fraction of the total time are combined."""
 
 
@@ -130,14 +130,18 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
 
 def _read_shown_answers(run_dir: Path) -> dict[str, dict[str, str]]:
     answers = read_answers(run_dir / ANSWERS).items()
-    return {prompt: {when: texts[when] for when in WHEN} for prompt, texts in answers if set(WHEN) <= set(texts)}
+    return {
+        prompt: {when: texts[when] for when in ANSWER_LABELS}
+        for prompt, texts in answers
+        if set(ANSWER_LABELS) <= set(texts)
+    }
 
 
 def _combine_short_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """Return (phase, seconds, fraction of the total), longest first, with short phases combined."""
     total = sum(times.values()) or 1.0
     phases = sorted(times.items(), key=lambda item: -item[1])
-    short = [seconds for _, seconds in phases if seconds < SHORT_PHASE * total]
+    short = [seconds for _, seconds in phases if seconds < MIN_PHASE_FRACTION * total]
     combined = [*phases[: len(phases) - len(short)], *([("others", sum(short))] if short else [])]
     return [(name, seconds, seconds / total) for name, seconds in combined]
 
@@ -169,7 +173,7 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     held_out, losses = HeldOutLosses.from_records(records), extract_metric_values(records, "train/loss")
     compared = [held_out.before, held_out.after] if held_out else []
     # A single batch's loss depends more on its text than on training.
-    count = min(SHOWN_MEAN, len(losses) // 3) or 1
+    count = min(MAX_AVERAGED_RECORDS, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     note_means = f", means of {count} records" if count > 1 else ""
     kept_note = (

@@ -68,7 +68,7 @@ class AdapterChoice:
         finally:
             self.selected = previous
 
-    def get_file_name(self, name: str) -> str | None:
+    def get_saved_name(self, name: str) -> str | None:
         """Return a factor's name in a single-adapter file; None if the factor's adapter is not selected."""
         if self.selected is None:
             return name

@@ -12,7 +12,7 @@ from trainer.config.errors import describe_problem, to_text
 from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
 from trainer.parallel.engine.layer_gather.shards import get_layer_shards
-from trainer.parallel.engine.layer_gather.unit import Waiting
+from trainer.parallel.engine.layer_gather.unit import WaitContext
 from trainer.parallel.engine.partitioned import get_full_size, require_broadcast_exclusion, require_partitioned
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
@@ -128,7 +128,7 @@ def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
 
 
 @contextmanager
-def announce_partitioning(config: dict[str, Any]) -> Iterator[None]:
+def enable_transformers_zero3(config: dict[str, Any]) -> Iterator[None]:
     """Within the block, make transformers and PEFT gather partitioned parameters before reading them (stage 3)."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -186,7 +186,7 @@ def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -
     return watch
 
 
-def _time_fetches(engine: Engine, waiting: Waiting) -> None:
+def _time_fetches(engine: Engine, waiting: WaitContext) -> None:
     """Wrap DeepSpeed's ZeRO-3 parameter fetch in `waiting()`, to time waits for all-gathers.
 
     The compute stream waits only in this call. All-gathers and copies out of their buffers run on a separate

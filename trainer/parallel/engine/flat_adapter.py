@@ -21,7 +21,7 @@ from trainer.contract.known_versions import replaces
 from trainer.parallel.engine.adapter_choice import AdapterChoice, find_choice
 
 ALIGNMENT_BYTES = 16
-FLAT = "flat_adapter_"  # prefix of the buffers' names
+FLAT_PREFIX = "flat_adapter_"  # prefix of the buffers' names
 DOWN, UP = "down", "up"
 ViewHook = Callable[[str, Tensor], None]
 
@@ -107,7 +107,7 @@ class FlatAdapter:
             name: (block.buffer, block.start + row * block.stride, block.shape.numel())
             for block in self.blocks
             for row, member in enumerate(block.members)
-            if (name := self.choice.get_file_name(member.name) if self.choice else member.name) is not None
+            if (name := self.choice.get_saved_name(member.name) if self.choice else member.name) is not None
         }
 
     def read_block(self, index: int) -> Tensor:
@@ -256,7 +256,7 @@ def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
     if choice is not None:
         sides = [str(number) for number in range(len(choice.names))]
     for side, buffer in zip(sides, flat.buffers, strict=True):
-        model.register_parameter(f"{FLAT}{side}", buffer)
+        model.register_parameter(f"{FLAT_PREFIX}{side}", buffer)
     model.flat_adapter = flat
     model.register_forward_pre_hook(flat.create_weight_views)
     return flat
@@ -282,7 +282,7 @@ def list_trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     choice = find_choice(model)
     if choice is None:
         return trained
-    return [(new, parameter) for name, parameter in trained if (new := choice.get_file_name(name)) is not None]
+    return [(new, parameter) for name, parameter in trained if (new := choice.get_saved_name(name)) is not None]
 
 
 def describe_flat_problem(config: Any) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from trainer.config import OPTIMIZERS, LoraSection, TrainingSection, UserError
 from trainer.contract.known_versions import require
 from trainer.data.step_count import compute_warmup_steps
-from trainer.parallel.engine.flat_adapter import FLAT, UP
+from trainer.parallel.engine.flat_adapter import FLAT_PREFIX, UP
 from trainer.parallel.engine.partitioned import get_full_shape
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import wait_for_device
@@ -41,12 +41,12 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # Under ZeRO-3 a partitioned parameter is flat, and DeepSpeed stores its shape. A flat adapter has matrices.
-            dimensions = 2 if name.startswith(FLAT) else len(get_full_shape(parameter))
+            dimensions = 2 if name.startswith(FLAT_PREFIX) else len(get_full_shape(parameter))
             if kind.needs_matrices and dimensions != 2:
                 problem = f"trains only matrices, but {name} has {dimensions} dimensions"
                 raise UserError(f"training.optimizer={training.optimizer}: {problem}; use adamw")
-            is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
-            index = int(name.removeprefix(FLAT)) if adapters else 0
+            is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT_PREFIX}{UP}"
+            index = int(name.removeprefix(FLAT_PREFIX)) if adapters else 0
             settings = adapters[index] if adapters else training
             rate = settings.learning_rate * (ratio if is_up else 1.0)
             decay = settings.weight_decay if dimensions > 1 else 0.0

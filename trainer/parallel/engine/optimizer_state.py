@@ -23,11 +23,11 @@ from trainer.parallel.engine.optimizer import AVERAGING_KEY, AVERAGING_STATE_KEY
 from trainer.parallel.engine.partitioned import get_full_shape, get_full_size
 from trainer.parallel.engine.protocol import Engine
 
-Named = tuple[str, torch.nn.Parameter]
+NamedParameter = tuple[str, torch.nn.Parameter]
 StateTensors = dict[str, torch.Tensor]
 # bitsandbytes' names for the two 8-bit moments, their scales and codebooks; a scale covers 256 elements.
-EIGHT_BIT = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
-BLOCK = 256
+EIGHT_BIT_STATE_KEYS = (("state1", "absmax1", "qmap1"), ("state2", "absmax2", "qmap2"))
+BLOCK_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class EngineState:
         self._engine = engine
         self._optimizer = engine.basic_optimizer
         self._kind = _find_kind(self._optimizer)
-        self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT, strict=False))
-        self._trained: list[Named] = list_trained_parameters(engine.module)
+        self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT_STATE_KEYS, strict=False))
+        self._trained: list[NamedParameter] = list_trained_parameters(engine.module)
         self._partitions = list({id(partition): partition for partition in _list_partitions(engine)}.values())
         ids = {id(partition) for partition in self._partitions}
         self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.partition) in ids]
@@ -157,7 +157,7 @@ class EngineState:
 
                     values, scales, codes = (entry[name] for name in names)
                     moment = partition_states[id(partition)][quantity]
-                    packed, state_8bit = quantize_blockwise(moment, codes, blocksize=BLOCK)
+                    packed, state_8bit = quantize_blockwise(moment, codes, blocksize=BLOCK_SIZE)
                     values.copy_(packed.view_as(values))
                     scales.copy_(state_8bit.absmax)
                     exact &= not moment.any()
@@ -188,12 +188,12 @@ class EngineState:
     def _hash_positions(self) -> torch.Tensor:
         return torch.tensor(xxhash.xxh3_64_intdigest(json.dumps(self._list_positions()).encode()) >> 1)  # fits an int64
 
-    def read_averages(self) -> list[dict[str, float]]:
+    def read_averaging_state(self) -> list[dict[str, float]]:
         """Return Schedule-Free's averaging state for each parameter group; an empty list for other optimizers."""
         groups = [group for group in self._optimizer.param_groups if AVERAGING_KEY in group]
         return [{name: group[name] for name in AVERAGING_STATE_KEYS} for group in groups]
 
-    def restore_averages(self, averages: list[dict[str, float]]) -> None:
+    def restore_averaging_state(self, averages: list[dict[str, float]]) -> None:
         for group, counted in zip(self._optimizer.param_groups, averages, strict=False):
             group.update(counted)
 
@@ -217,7 +217,7 @@ class EngineState:
                 from bitsandbytes.functional import dequantize_blockwise
 
                 packed = entry[values].reshape(-1).to(partition.device)
-                state[quantity] = dequantize_blockwise(packed, None, entry[scales], entry[codes], blocksize=BLOCK)
+                state[quantity] = dequantize_blockwise(packed, None, entry[scales], entry[codes], blocksize=BLOCK_SIZE)
             else:  # bitsandbytes keeps small tensors in fp32
                 state[quantity] = entry[values].reshape(-1)
         return state
@@ -264,7 +264,7 @@ def _find_kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
     return next(kind for kind in OPTIMIZERS.values() if kind.path.rpartition(".")[2] == name)
 
 
-def _find_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
+def _find_shards(engine: Engine, trained: list[NamedParameter]) -> Iterator[Shard]:
     flat = find_flat_adapter(engine.module)
     if flat is None:
         yield from _list_shards(engine, trained)
@@ -284,7 +284,7 @@ def _find_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     yield from _list_shards(engine, [(name, parameter) for name, parameter in trained if name not in spans])
 
 
-def _list_shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
+def _list_shards(engine: Engine, trained: list[NamedParameter]) -> Iterator[Shard]:
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
     if stage == 0:

@@ -93,7 +93,7 @@ def _compare_reports(ranks: Ranks, report: RankReport, run_dir: Path, timeout: t
         exchange.set("folder", token)
     token = exchange.get("folder").decode()
     report = replace(report, sees_folder=ranks.is_main or not token or can_see_lock(run_dir, token))
-    answer = _exchange(exchange, ranks, report, timeout, str(run_dir))
+    answer = _exchange_reports(exchange, ranks, report, timeout, str(run_dir))
     if answer["wrong"]:
         raise UserError(answer["wrong"])
     return World(answer["summary"], store, int(answer["hosts"]))
@@ -199,7 +199,9 @@ def format_summary(reports: Sequence[RankReport]) -> str:
     return f"world        {len(reports)} {rank_word} on {_join_names(hosts)}: {reports[0].device}; {versions}"
 
 
-def _exchange(store: Any, ranks: Ranks, report: RankReport, timeout: timedelta, output_dir: str) -> dict[str, str]:
+def _exchange_reports(
+    store: Any, ranks: Ranks, report: RankReport, timeout: timedelta, output_dir: str
+) -> dict[str, str]:
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
         return json.loads(_send_to_all(store, ranks, ""))

@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d
 from trainer.config import UserError
 from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.contract.rendezvous import (
-    FAMILIES,
     OPEN_MPI,
     PMI,
+    RANK_VARIABLES_BY_LAUNCHER,
     SRUN,
     find_free_port,
     format_port_error,
@@ -33,7 +33,7 @@ from trainer.contract.rendezvous import (
 from trainer.parallel.ranks.progress import phase
 
 T = TypeVar("T")
-Within = Literal["auto", "host", "all"] | int
+ShardScope = Literal["auto", "host", "all"] | int
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,21 @@ class Ranks:
         return self.rank == 0
 
     @classmethod
-    def from_environment(cls, environment: dict[str, str] | None = None, *, expected: int | None = None) -> "Ranks":
+    def from_environment(
+        cls, environment: dict[str, str] | None = None, *, expected_world_size: int | None = None
+    ) -> "Ranks":
         """Read this process's ranks from the launcher's environment variables; default to a single rank.
 
-        Raises UserError if the number of ranks is not `expected`, or if the variables contradict each other.
+        Raises UserError if the number of ranks is not `expected_world_size`, or if the variables contradict each other.
         """
         try:
             _, rank, world_size, local_rank = read_rank_variables(os.environ if environment is None else environment)
         except ValueError as error:
             raise UserError(str(error)) from None
-        if expected not in (None, world_size):
+        if expected_world_size not in (None, world_size):
             raise UserError(
-                f"{expected} ranks were requested, but the environment of this rank on {get_host_name()} sets rank "
-                f"{rank} of {world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
+                f"{expected_world_size} ranks were requested, but the environment on {get_host_name()} sets "
+                f"rank {rank} of {world_size}; start with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
 
@@ -92,8 +94,8 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         torch.cuda.set_device(device)
         # DeepSpeed reads the index of its device here, and requires the same value in Open MPI's variable.
         os.environ["LOCAL_RANK"] = str(device.index)
-        if FAMILIES[OPEN_MPI][2] in os.environ:
-            os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
+        if RANK_VARIABLES_BY_LAUNCHER[OPEN_MPI][2] in os.environ:
+            os.environ[RANK_VARIABLES_BY_LAUNCHER[OPEN_MPI][2]] = str(device.index)
     try:
         with skip_shm_build():
             deepspeed.init_distributed(
@@ -126,7 +128,7 @@ def explain_taken_port(error: dist.DistNetworkError) -> Exception:
 
 
 @replaces("the timeouts of DeepSpeed's process groups")
-def extend_timeouts(minutes: float) -> None:
+def set_process_group_timeouts(minutes: float) -> None:
     """Set the timeout of all process groups; DeepSpeed creates one with torch's default (10 minutes for NCCL)."""
     if dist.is_initialized():
         set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
@@ -167,13 +169,14 @@ def _discover_through_mpi(ranks: Ranks) -> None:
     mpi_discovery(distributed_port=port, verbose=False)
 
 
-def leave_process_group(*, together: bool = False) -> None:
+def leave_process_group(*, wait_for_all: bool = False) -> None:
     """Destroy the process group. Ranks that skip this sometimes abort at exit.
 
-    With `together`, first waits for all ranks: mpirun kills all others as soon as one rank exits with a nonzero code.
+    With `wait_for_all`, first waits for all ranks: mpirun kills all others as soon as one rank exits with a nonzero
+    code.
     """
     if dist.is_initialized():
-        if together:
+        if wait_for_all:
             dist.barrier()
         dist.destroy_process_group()
 
@@ -241,7 +244,7 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def list_shard_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
+def list_shard_groups(within: ShardScope, hosts: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each group that shards one copy of the frozen base model (zero.shard_within).
 
     `hosts` lists each rank's host; `auto` means one group of all ranks. Raises UserError if the ranks cannot be divided
@@ -263,7 +266,7 @@ def list_shard_groups(within: Within, hosts: Sequence[str]) -> list[list[int]]:
     return [ordered[start : start + within] for start in range(0, len(ordered), within)]
 
 
-def create_shard_group(within: Within, hosts: Sequence[str]) -> dist.ProcessGroup | None:
+def create_shard_group(within: ShardScope, hosts: Sequence[str]) -> dist.ProcessGroup | None:
     """Create the shard groups and return this rank's group; None if there is only one group. A collective call."""
     groups = list_shard_groups(within, hosts)
     if len(groups) == 1:

@@ -23,7 +23,7 @@ from typing import Any
 
 from trainer.contract.known_versions import patch_attribute, replaces
 
-COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
+LAZILY_COMPILED_MODULES = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
 _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")
 AVAILABILITY_CHECKS = {
     "transformers.quantizers.quantizer_torchao": ("transformers.utils", "torchao"),
@@ -33,7 +33,7 @@ AVAILABILITY_CHECKS = {
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
 """Module -> (module from which it imports `is_PACKAGE_available`, PACKAGE)."""
-NEEDED_BY_EVERY_RUN = (
+COMMON_MODULES = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
     "transformers.models.auto.modeling_auto",
@@ -44,10 +44,10 @@ NEEDED_BY_EVERY_RUN = (
 
 
 class _Finder(MetaPathFinder):
-    """Import finder that applies patches while a module in COMPILE or AVAILABILITY_CHECKS is executed."""
+    """Import finder that patches modules in LAZILY_COMPILED_MODULES or AVAILABILITY_CHECKS while they run."""
 
     def __init__(self) -> None:
-        self._wanted = {name for name in (*COMPILE, *AVAILABILITY_CHECKS) if name not in sys.modules}
+        self._wanted = {name for name in (*LAZILY_COMPILED_MODULES, *AVAILABILITY_CHECKS) if name not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -74,8 +74,8 @@ def _compile_lazily() -> AbstractContextManager[None]:
     return patch_attribute(torch, "compile", partial(_compile_on_first_call, torch.compile), "torch")
 
 
-def _patch_availability_check(checked: str, package: str) -> AbstractContextManager[None]:
-    module, name = sys.modules[checked], f"is_{package}_available"
+def _patch_availability_check(module_name: str, package: str) -> AbstractContextManager[None]:
+    module, name = sys.modules[module_name], f"is_{package}_available"
     is_installed = getattr(module, name)
     return patch_attribute(module, name, lambda: package in sys.modules and is_installed(), "transformers")
 
@@ -90,11 +90,11 @@ def hook_imports() -> None:
 
 
 def import_common_modules() -> None:
-    """Import `NEEDED_BY_EVERY_RUN`, freeze all objects, and then enable the garbage collector.
+    """Import `COMMON_MODULES`, freeze all objects, and then enable the garbage collector.
 
     The imports create half a million permanent objects; scanning them repeatedly would take a fifth of the import time.
     """
-    for name in NEEDED_BY_EVERY_RUN:
+    for name in COMMON_MODULES:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()

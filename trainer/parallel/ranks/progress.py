@@ -52,17 +52,17 @@ class Progress:
         outer = self.phases
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
-        self._change(outer if outer[-1:] == (name,) else (*outer, name))
+        self._set_phases(outer if outer[-1:] == (name,) else (*outer, name))
         if self.record_device_event is not None and name in STEP_PHASES:
             self.record_device_event(self.step)
         try:
             yield
         finally:
-            self._change(outer)
+            self._set_phases(outer)
             if not outer and name not in STEP_PHASES:
                 self.seconds[name] = self.seconds.get(name, 0.0) + self.changed_at - begun
 
-    def _change(self, phases: tuple[str, ...]) -> None:
+    def _set_phases(self, phases: tuple[str, ...]) -> None:
         self.phases = phases
         self.changed_at = time.monotonic()
 
@@ -78,19 +78,19 @@ class Progress:
         launcher = ProcessIdentity.parse(os.environ.get(LAUNCHER_VARIABLE, ""))
         launched = _read_start(launcher.pid) if launcher is not None and launcher.is_visible() else started
         parts = {"command": started - launched} if launched < started else {}
-        parts |= {"imports": self._seconds_before_phases(now), **self.seconds}
+        parts |= {"imports": self._compute_seconds_before_phases(now), **self.seconds}
         parts["first step"] = now - (self._first_step_at or now)
         parts["other"] = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - launched - sum(parts.values()))
         return parts
 
-    def time_by_phase(self) -> dict[str, float]:
+    def get_seconds_by_phase(self) -> dict[str, float]:
         """Return the seconds per phase, with `start` for the time before the first phase and `steps` for the rest."""
         now = time.monotonic()
         open_for = now - self.changed_at if self.phases else 0.0
         rest = max(0.0, now - (self.first_phase_at or now) - open_for - sum(self.seconds.values()))
-        return {"start": self._seconds_before_phases(now), **self.seconds, "steps": rest}
+        return {"start": self._compute_seconds_before_phases(now), **self.seconds, "steps": rest}
 
-    def _seconds_before_phases(self, now: float) -> float:
+    def _compute_seconds_before_phases(self, now: float) -> float:
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - _read_start(os.getpid())
         return max(0.0, age - (now - (self.first_phase_at or now)))
 

@@ -22,7 +22,7 @@ from trainer.data.batches import SequencePart
 from trainer.parallel.ranks.group import Ranks, list_shard_groups
 
 
-def check_ranks(size: int, zero: ZeroSection, world_size: int) -> None:
+def check_ranks_divisible(size: int, zero: ZeroSection, world_size: int) -> None:
     """Raise UserError if the ranks cannot be divided into sequence groups or, at stage 3, shard groups."""
     if world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]

@@ -26,7 +26,7 @@ class StopRequest:
         self.write_exit_code: Callable[[int], None] = lambda exit_code: None
         """Callback that receives the exit code before the process exits immediately."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._handle)
+            signal.signal(number, self._handle_signal)
 
     def __bool__(self) -> bool:
         return self.signal_number != 0
@@ -54,7 +54,7 @@ class StopRequest:
             self.signal_number = int(SIGNAL_PRIORITY[int(urgency)])
         self.saved = bool(self)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             os._exit(128 + number)  # a worker that a library forked and now terminates
         if self.saved:

@@ -20,7 +20,7 @@ from trainer.parallel.ranks.group import Ranks, gather_objects
 WINDOW_STEPS = 50
 MIN_SLOW_WINDOWS = 3
 # GPUs of the same model differ by a few percent, and so do batches of documents.
-FACTOR = 1.15
+SLOW_FACTOR = 1.15
 MIN_DIFFERENCE_S = 1e-3
 
 _Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
@@ -55,17 +55,17 @@ class StragglerWatch:
             yield
 
     @contextmanager
-    def _time_block(self, factor: float, *, on_device: bool = True) -> Iterator[None]:
+    def _time_block(self, sign: float, *, on_device: bool = True) -> Iterator[None]:
         if not (on_device and self._device.type == "cuda"):
             started = time.perf_counter()
             yield
-            self._seconds += factor * (time.perf_counter() - started)
+            self._seconds += sign * (time.perf_counter() - started)
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         yield
         end.record()
-        self._spans.append((factor, start, end))
+        self._spans.append((sign, start, end))
 
     def compare(self, step: int) -> None:
         """Compare the ranks at the end of a window and report slow ones; every rank must call it after every step."""
@@ -81,7 +81,7 @@ class StragglerWatch:
         """Report slow ranks; `seconds` lists the ranks' mean own time per step in the window that ends with `step`."""
         for rank, own in enumerate(seconds):
             others = median(seconds[:rank] + seconds[rank + 1 :])
-            is_slow = own > FACTOR * others and own - others > MIN_DIFFERENCE_S
+            is_slow = own > SLOW_FACTOR * others and own - others > MIN_DIFFERENCE_S
             self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if is_slow else 0
             if self._slow_in_a_row[rank] == MIN_SLOW_WINDOWS:
                 self._say(

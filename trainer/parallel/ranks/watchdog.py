@@ -79,7 +79,7 @@ class DeviceEvents:
             self._events[self._recorded % EVENT_COUNT].record()
             self._recorded += 1
 
-    def find_reached(self) -> int | None:
+    def find_last_reached_event(self) -> int | None:
         """Return the number of the last event that the GPU has reached; 0 if it was overwritten, None if unknown.
 
         May be called from any thread.
@@ -124,12 +124,12 @@ class Watchdog:
         self._thread.start()
 
     @property
-    def writes(self) -> bool:
+    def writes_heartbeats(self) -> bool:
         """Whether to write heartbeats to the run's folder; False while another run may still be using it."""
         return self._folder.writes
 
-    @writes.setter
-    def writes(self, value: bool) -> None:
+    @writes_heartbeats.setter
+    def writes_heartbeats(self, value: bool) -> None:
         self._folder.writes = value
         if value:
             self._folder.publish(self._build_heartbeat())  # now: a small model trains several steps within an interval
@@ -141,10 +141,10 @@ class Watchdog:
         self._folder.publish(replace(self._build_heartbeat(), exit_code=exit_code))
         return exit_code
 
-    def _write_step(self, step: int, first: int) -> None:
+    def _write_step(self, step: int, first_step: int) -> None:
         if not self._folder.is_open:
             self._folder.publish(self._build_heartbeat())  # the launcher forwards signals to the process named here
-        self._folder.write_step(step, first)
+        self._folder.write_step(step, first_step)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
@@ -192,7 +192,7 @@ class Watchdog:
             free_memory_gib=round(read_free_host_memory(), 2),
             free_shm_gib=round(read_free_shared_memory(), 2),
             time=time.time(),
-            device_reached=None if place is None else self._device_events.find_reached(),
+            device_reached=None if place is None else self._device_events.find_last_reached_event(),
         )
 
     def _check_others(self, own: Heartbeat) -> None:

@@ -17,7 +17,7 @@ from trainer.data.batches import GlobalBatches
 from trainer.tasks.images.data import ImageEntry, ImageSamples
 from trainer.tasks.images.families import Conditions
 
-EVALUATION_TIMES = 4
+EVALUATION_TIMESTEPS = 4
 SIZES = "sizes"
 """Name of SDXL's size and crop conditioning, kept in fp32 because 16-bit types would round it."""
 _EVALUATION, _PRIOR, _TRAINING = 1, 2, 3
@@ -68,13 +68,13 @@ class ImageBatches(GlobalBatches):
     """
 
     def __init__(
-        self, samples: ImageSamples, draw_time: Callable[[torch.Generator], float], image: ImageSection, *,
+        self, samples: ImageSamples, draw_timestep: Callable[[torch.Generator], float], image: ImageSection, *,
         prior: ImageSamples | None, batch_size: int, accumulation: int, rank: int, world_size: int, seed: int,
         shuffle: bool,
     ) -> None:  # fmt: skip
         super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples, self.prior = samples, prior
-        self._draw_time, self._image, self._seed, self._shuffle = draw_time, image, seed, shuffle
+        self._draw_time, self._image, self._seed, self._shuffle = draw_timestep, image, seed, shuffle
         self._order: tuple[int, int, NDArray[np.int64]] | None = None
 
     @property
@@ -148,23 +148,23 @@ def iterate_evaluation_images(
 
     All ranks yield the same number of batches; a rank without images left yields an image with zero weight.
     """
-    count = len(samples) * EVALUATION_TIMES
+    count = len(samples) * EVALUATION_TIMESTEPS
     for start in range(0, count, batch_size * world_size):
         firsts = range(start, start + batch_size * world_size, batch_size)
         parts = [range(first, min(first + batch_size, count)) for first in firsts]
-        entries = [[samples[at // EVALUATION_TIMES] for at in part] for part in parts]
+        entries = [[samples[at // EVALUATION_TIMESTEPS] for at in part] for part in parts]
         group_count = max(len({(entry.width, entry.height) for entry in part}) for part in entries)
         rows = [_build_evaluation_row(samples, at, 1.0) for at in parts[rank]]
         rows = rows or [_build_evaluation_row(samples, 0, 0.0)]
         yield collate_images(rows, len(parts[rank]), group_count)
 
 
-def _build_evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
-    index, time = divmod(at, EVALUATION_TIMES)
+def _build_evaluation_row(samples: ImageSamples, position: int, weight: float) -> _Row:
+    index, time = divmod(position, EVALUATION_TIMESTEPS)
     entry = samples[index]
     mean, _ = samples.store.load_latents(entry.index, flipped=False)
     noise = torch.randn(mean.shape, generator=build_seeded_generator(0, index, time, _EVALUATION))
-    return _Row(entry, entry.caption, mean, noise, (time + 0.5) / EVALUATION_TIMES, weight, samples)
+    return _Row(entry, entry.caption, mean, noise, (time + 0.5) / EVALUATION_TIMESTEPS, weight, samples)
 
 
 def build_seeded_generator(*numbers: int) -> torch.Generator:

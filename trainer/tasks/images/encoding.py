@@ -20,7 +20,7 @@ from trainer.tasks.images.sizes import ResizeAndCrop
 from trainer.tasks.images.source_images import SourceImage
 
 IMAGES_PER_FILE = 512
-CAPTIONS_AT_ONCE = 4
+CAPTION_BATCH_SIZE = 4
 LOG_EVERY = 100
 
 
@@ -63,8 +63,8 @@ def _encode_captions(
             yield index, build_random_conditions(pipeline, caption)
         return
     encoder = pipeline.load_encoder_pipeline(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
-    for start in range(0, len(captions), CAPTIONS_AT_ONCE):
-        part = captions[start : start + CAPTIONS_AT_ONCE]
+    for start in range(0, len(captions), CAPTION_BATCH_SIZE):
+        part = captions[start : start + CAPTION_BATCH_SIZE]
         encoded = pipeline.family.encode(encoder, part, device)
         for offset, caption in enumerate(part):
             conditions = {name: value[offset] for name, value in encoded.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 Conditions = dict[str, Tensor]
-FLUX_TIMES = 1000.0  # scheduler timesteps per unit of the model's time
+FLUX_TIMESTEP_SCALE = 1000.0  # scheduler timesteps per unit of the model's time
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Family:
         return self.scheduler == "FlowMatchEulerDiscreteScheduler"
 
     def build_pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
-        arguments = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
+        arguments = {PIPELINE_ARGUMENTS[name]: value for name, value in conditions.items()}
         if negative is not None and self.uses_negative_prompt:
-            arguments |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}
+            arguments |= {f"negative_{PIPELINE_ARGUMENTS[name]}": value for name, value in negative.items()}
         return arguments
 
 
-PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+PIPELINE_ARGUMENTS = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
 
 
 def _encode_captions(
@@ -95,7 +95,7 @@ def _predict_flux(transformer: Any, noisy: Tensor, timesteps: Tensor, conditions
     guidance = conditions["guidance"] if transformer.config.guidance_embeds else None
     predicted: Tensor = transformer(
         hidden_states=rows,
-        timestep=timesteps / FLUX_TIMES,
+        timestep=timesteps / FLUX_TIMESTEP_SCALE,
         guidance=guidance,
         pooled_projections=conditions["pooled"],
         encoder_hidden_states=text,
@@ -112,7 +112,7 @@ def _predict_flux2(transformer: Any, noisy: Tensor, timesteps: Tensor, condition
     nothing, upto = torch.zeros(1, device=device, dtype=torch.long), partial(torch.arange, device=device)
     predicted: Tensor = transformer(
         hidden_states=noisy.flatten(2).transpose(1, 2),
-        timestep=timesteps / FLUX_TIMES,
+        timestep=timesteps / FLUX_TIMESTEP_SCALE,
         guidance=conditions["guidance"] if transformer.config.guidance_embeds else None,
         encoder_hidden_states=text,
         txt_ids=torch.cartesian_prod(nothing, nothing, nothing, upto(text.shape[1])),
@@ -123,26 +123,26 @@ def _predict_flux2(transformer: Any, noisy: Tensor, timesteps: Tensor, condition
 
 
 UNET, FLOW = "UNet2DConditionModel", "FlowMatchEulerDiscreteScheduler"
-CLIP_T5 = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 FAMILIES = (
     Family(
-        *("sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:1], True),
+        *("sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, TEXT_ENCODERS[:1], True),
         *(_encode_sd, _predict_unet),
     ),
     Family(
-        *("sdxl", "StableDiffusionXLPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:2], True),
+        *("sdxl", "StableDiffusionXLPipeline", "unet", UNET, "DDPMScheduler", 1, TEXT_ENCODERS[:2], True),
         *(_encode_sdxl, _predict_unet),
     ),
     Family(
-        *("sd3", "StableDiffusion3Pipeline", "transformer", "SD3Transformer2DModel", FLOW, 2, CLIP_T5, True),
+        *("sd3", "StableDiffusion3Pipeline", "transformer", "SD3Transformer2DModel", FLOW, 2, TEXT_ENCODERS, True),
         *(_encode_sd3, _predict_sd3),
     ),
     Family(
-        *("flux", "FluxPipeline", "transformer", "FluxTransformer2DModel", FLOW, 2, CLIP_T5[:2], False),
+        *("flux", "FluxPipeline", "transformer", "FluxTransformer2DModel", FLOW, 2, TEXT_ENCODERS[:2], False),
         *(_encode_flux, _predict_flux),
     ),
     Family(
-        *("flux2", "Flux2KleinPipeline", "transformer", "Flux2Transformer2DModel", FLOW, 1, CLIP_T5[:1], True),
+        *("flux2", "Flux2KleinPipeline", "transformer", "Flux2Transformer2DModel", FLOW, 1, TEXT_ENCODERS[:1], True),
         *(_encode_flux2, _predict_flux2, 2),
     ),
 )

@@ -25,7 +25,7 @@ from trainer.config.yaml_core import read_yaml
 from trainer.contract.whole_files import apply_umask
 from trainer.tasks.images.pipeline import Pipeline
 
-DIFFUSERS = "pytorch_lora_weights.safetensors"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """File name that diffusers' `load_lora_weights` expects."""
 PEFT_PREFIX = "base_model.model."
 METADATA = "lora_adapter_metadata"
@@ -42,8 +42,8 @@ def write_for_diffusers(folder: Path) -> None:
     metadata = {f"{part}.{name}": settings[name] for name in DIFFUSERS_SETTINGS if name in settings}
     metadata[f"{part}.target_modules"] = sorted(layers)
     text = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
-    save_file(tensors, folder / DIFFUSERS, metadata=text)
-    apply_umask(folder / DIFFUSERS)
+    save_file(tensors, folder / DIFFUSERS_FILE, metadata=text)
+    apply_umask(folder / DIFFUSERS_FILE)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     members: dict[str, tuple[str, ...]] = {}
     for path in factors:
-        name, index, layers = _locate(path, pipeline)
+        name, index, layers = _find_kohya_layer(path, pipeline)
         groups[name][index] = path
         members[name] = layers
     kohya: dict[str, Tensor] = {}
@@ -90,7 +90,7 @@ def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
     return kohya
 
 
-def _locate(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
+def _find_kohya_layer(path: str, pipeline: Pipeline) -> tuple[str, int, tuple[str, ...]]:
     """Return the layer's kohya name, its index among the layers combined under this name, and these layers."""
     layer = path.partition(".")[2]
     if pipeline.family.name not in load_kohya_names():

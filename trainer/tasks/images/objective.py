@@ -40,7 +40,7 @@ class Objective:
         normal = image.times == "logit_normal" or (image.times == "auto" and self._flow)
         self._normal = (image.logit_mean, image.logit_std) if normal else None
 
-    def draw_time(self, generator: torch.Generator) -> float:
+    def draw_timestep(self, generator: torch.Generator) -> float:
         if self._normal is None:
             return float(torch.rand((), generator=generator, dtype=torch.float64))
         mean, std = self._normal
@@ -79,7 +79,7 @@ class Objective:
 class NoiseLoss(StepLoss):
     """Computes sum_b w_b mean((prediction_b - target_b)^2) in fp32; w includes min-SNR weights in training only."""
 
-    balancing = 0.0
+    load_balancing_loss = 0.0
 
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
         self._objective, self._dtype, self._guidance = objective, dtype, guidance

@@ -23,7 +23,7 @@ from trainer.tasks.images.families import FAMILIES, Family, find_family
 INDEX = "model_index.json"
 VAE = "vae"
 SAMPLED_BYTES = 1 << 20
-LONGEST_REASON = 300
+MAX_REASON_LENGTH = 300
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 SHAPES_FILE = Path(__file__).with_name("published_shapes.yaml")
 
@@ -125,7 +125,7 @@ class Pipeline:
             parts |= {name: self.load_text_encoder(name, dtype) for name in names}
         else:
             parts |= {name: None for name in self.index if name.startswith(("text_encoder", "tokenizer"))}
-        return self._load_library_pipeline(parts, dtype)
+        return self._load_diffusers_pipeline(parts, dtype)
 
     def load_text_encoder(self, name: str, dtype: Any) -> Any:
         """Load a text encoder. Raises UserError if some of its weights are missing."""
@@ -142,17 +142,17 @@ class Pipeline:
             raise UserError(f"base_model={self.base_model}: {problem}; copy the pipeline again")
         return model
 
-    def _load_library_pipeline(self, parts: dict[str, Any], dtype: Any) -> Any:
+    def _load_diffusers_pipeline(self, components: dict[str, Any], dtype: Any) -> Any:
         import diffusers
 
         assert self.folder is not None, "a pipeline with random weights has no encoders"
         silence_libraries()
         unused = ("safety_checker", "feature_extractor", "image_encoder")
-        parts |= {name: None for name in unused if name in self.index}
+        components |= {name: None for name in unused if name in self.index}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
         with self.convert_read_errors("its text encoders, tokenizers or VAE"):
-            return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
+            return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **components, **extra)
 
     def convert_read_errors(self, component: str) -> AbstractContextManager[None]:
         """Return a context that converts exceptions raised while reading `component` into UserErrors."""
@@ -182,7 +182,7 @@ def _convert_read_errors(prefix: str, component: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the libraries may raise anything
-        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__
         raise UserError(f"{prefix}: {component} cannot be read ({reason}); copy the pipeline again") from None
 
 
@@ -211,7 +211,7 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     if family is None:
         names = ", ".join(supported.pipeline for supported in FAMILIES)
         raise UserError(f"{prefix}: {INDEX} names {name}, which is not supported; use {names}")
-    _check_parts(folder, components, family, prefix)
+    _check_components(folder, components, family, prefix)
     vae: VaeSettings = _read_json(folder / VAE / "config.json", prefix, VaeSettings)
     settings = _read_json(folder / family.denoiser / "config.json", prefix)
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", prefix)
@@ -220,7 +220,7 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     return Pipeline(base_model, family, settings, scheduler, folder, channels * packing**2, packing * 2**halvings, {})
 
 
-def _check_parts(folder: Path, components: dict[str, Any], family: Family, prefix: str) -> None:
+def _check_components(folder: Path, components: dict[str, Any], family: Family, prefix: str) -> None:
     """Raise UserError if a component listed in the index is missing."""
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
     for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):

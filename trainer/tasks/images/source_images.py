@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import format_count
 from trainer.config.files import read_bytes, read_text
-from trainer.data.image_parts import build_damaged_image_error, decode_image, reject_high_depth
+from trainer.data.image_parts import build_damaged_image_error, decode_image, reject_high_bit_depth
 from trainer.data.sources import read_source
 from trainer.data.text_files import parse_row, read_raw_records
 
@@ -22,10 +22,10 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 CAPTION_FIELDS = ("text", "caption", "prompt", "description")
 IMAGE_FIELDS = ("image", "img", "picture", "jpg", "png")
 METADATA = {"metadata.jsonl": "json", "metadata.csv": "csv"}
-ON_WHITE = "have an alpha channel, and get a white background"
+ALPHA_WARNING = "have an alpha channel, and get a white background"
 FIRST_FRAME = "have several frames or pages; only the first is used"
-OTHER_COLORS = "are in CMYK or LAB, and are converted to RGB without their color profile"
-SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
+COLOR_MODE_WARNING = "are in CMYK or LAB, and are converted to RGB without their color profile"
+SAVED_DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SourceImage:
     source: Any
     """A path, or (rows of a dataset, index, column)."""
     changes: tuple[str, ...] = ()
-    """Conversions that change the image's appearance: ON_WHITE, FIRST_FRAME, OTHER_COLORS."""
+    """Conversions that change the image's appearance: ALPHA_WARNING, FIRST_FRAME, COLOR_MODE_WARNING."""
 
     def open(self) -> Image.Image:
         """Decode the image as upright RGB; transparency becomes white. Raises UserError if the image is damaged."""
@@ -57,7 +57,7 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
     if path.is_file() and path.suffix.lower() != ".parquet":
         raise UserError(f"{prefix}: is a file; use the folder of the images")
     skipped: list[str] = []
-    if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
+    if path.is_dir() and not any((path / name).exists() for name in SAVED_DATASET_FILES):
         entries = _list_visible_entries(path)
         images = list(islice(_read_folder(path, entries, prefix, caption), source.max_samples))
         skipped = [f"{prefix}: {message}" for message in _describe_skipped(path, entries)]
@@ -156,13 +156,13 @@ def _build_source_image(name: str, caption: str | None, source: Any) -> SourceIm
         data = _read_image_bytes(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            reject_high_depth(image, name)
+            reject_high_bit_depth(image, name)
             if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # rotated by 90 degrees
                 width, height = height, width
             applies = {
-                ON_WHITE: image.has_transparency_data,
+                ALPHA_WARNING: image.has_transparency_data,
                 FIRST_FRAME: getattr(image, "is_animated", False),
-                OTHER_COLORS: image.mode in ("CMYK", "LAB"),
+                COLOR_MODE_WARNING: image.mode in ("CMYK", "LAB"),
             }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise build_damaged_image_error(name, error) from None

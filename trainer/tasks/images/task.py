@@ -21,7 +21,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.tasks.images.batches import ImageBatch, ImageBatches, iterate_evaluation_images
 from trainer.tasks.images.data import PreparedImages
 from trainer.tasks.images.families import Conditions
-from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
+from trainer.tasks.images.files import DIFFUSERS_FILE, write_for_diffusers
 from trainer.tasks.images.model import ImageModel, load_image_model
 from trainer.tasks.images.objective import NoiseLoss, Objective
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline, resolve_single_file_pipeline
@@ -71,7 +71,7 @@ class ImageTask(Task):
         levels = self._pipeline.settings.get("block_out_channels", ())
         side = 4 * self._pipeline.family.patch * 2 ** max(0, len(levels) - 1)
         device = self._device
-        conditions = _add_row_dimension(self._data.train.store.load_conditions(0), device, self._dtype)
+        conditions = _add_batch_dimension(self._data.train.store.load_conditions(0), device, self._dtype)
         conditions["sizes"] = torch.full((1, 6), 8.0 * side, device=device)
         conditions["guidance"] = torch.ones(1, device=device)
         noisy = torch.zeros(1, self._pipeline.channels, side, side, device=device, dtype=self._dtype)
@@ -84,7 +84,7 @@ class ImageTask(Task):
         config, training = self._config, self._config.training
         return ImageBatches(
             self._data.train,
-            self._objective.draw_time,
+            self._objective.draw_timestep,
             config.image,
             prior=self._data.prior,
             batch_size=training.batch_size,
@@ -156,7 +156,7 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
         origin=format_python_path(single[0], is_uploaded=uploaded) if single else "",
         adapter=f'"{name}"' if uploaded else format_python_path(name),
         base_path=format_python_path(config.base_model, is_uploaded=uploaded),
-        file=DIFFUSERS,
+        file=DIFFUSERS_FILE,
         rows=rows,
     )
 
@@ -182,7 +182,7 @@ def generate_sample_images(
     sampler = build_sampling_pipeline(model.denoiser, pipeline, device)
     images = []
     for index, prompt in enumerate(prompts):
-        conditions, empty = (_add_row_dimension(captions[caption], device, model.dtype) for caption in (prompt, ""))
+        conditions, empty = (_add_batch_dimension(captions[caption], device, model.dtype) for caption in (prompt, ""))
         arguments: dict[str, Any] = dict(pipeline.family.build_pipeline_arguments(conditions, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
@@ -210,7 +210,7 @@ def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.dev
     return sampler
 
 
-def _add_row_dimension(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> Conditions:
+def _add_batch_dimension(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> Conditions:
     return {name: value[None].to(device, dtype) for name, value in conditions.items()}
 
 

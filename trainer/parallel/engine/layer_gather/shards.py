@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from trainer.contract.known_versions import replaces
-from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, find_slots
+from trainer.parallel.engine.layer_gather.unit import ShardedUnit, WaitContext, find_slots
 from trainer.parallel.engine.partitioned import exclude_from_broadcast
 
 MIN_ELEMENTS = 100_000
@@ -194,7 +194,7 @@ class LayerShards:
                 if unit is not self._current:
                     unit.free()
 
-    def time_waits(self, waiting: Waiting) -> None:
+    def time_waits(self, waiting: WaitContext) -> None:
         """Enter `waiting()` whenever the compute stream (on a CPU, the calling thread) waits for an all-gather."""
         for unit in self.units:
             unit.waiting = waiting

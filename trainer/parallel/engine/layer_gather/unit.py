@@ -23,7 +23,7 @@ from trainer.contract.known_versions import require
 from trainer.parallel.engine.linear_layers import get_packed_state
 
 ALIGNMENT_BYTES = 256  # as in torch's allocator
-Waiting = Callable[[], AbstractContextManager[None]]
+WaitContext = Callable[[], AbstractContextManager[None]]
 Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and a function that replaces it
 
 
@@ -42,7 +42,7 @@ class ShardedUnit:
     ) -> None:
         """Shard the slots' tensors over a group (default: all ranks), and replace them with views of freed memory."""
         self.name = name
-        self.waiting: Waiting = nullcontext
+        self.waiting: WaitContext = nullcontext
         self._group = group
         is_joined = dist.is_initialized()
         self._rank, self._world = (dist.get_rank(group), dist.get_world_size(group)) if is_joined else (0, 1)
