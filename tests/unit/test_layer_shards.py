@@ -12,13 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.families import save_family
 from tests.tiny import make_model
 from tests.unit.test_layer_plan import ARCHITECTURES
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
+from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards
-from trainer.patches.fused_lora import fuse_layers
+from trainer.patches.fused_lora import FusionReport, fuse_layers
+from trainer.patches.many_adapters import fuse_many
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -177,6 +180,30 @@ def test_the_operators_test_themselves_and_find_groups(folder: Path) -> None:
     report = fuse_layers(model, "reference", forward=lambda: model(input_ids=IDS, use_cache=False))
     assert report.fused_count == 14
     assert sorted(len(group) for group in report.groups) == [1, 1, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_layers_with_one_input_in_different_units_are_computed_one_by_one(tmp_path: Path, several: bool) -> None:
+    """Gemma 3n's AltUp projections read the same embeddings, but each is gathered for its own call."""
+    folder = save_family(tmp_path, "gemma3n_text")
+    model, whole = adapted(folder, cut=True), adapted(folder, cut=False)
+    assert largest_altup_group(fuse(whole, several)) == 3
+    assert largest_altup_group(fuse(model, several)) == 1
+    for grad, wanted in zip(gradients(model), gradients(whole), strict=True):
+        torch.testing.assert_close(grad, wanted, atol=1e-8, rtol=5e-7)
+
+
+def fuse(model: Any, several: bool) -> FusionReport:
+    """Fuse the layers, by the code for several adapters if asked."""
+    run = partial(model, input_ids=IDS, use_cache=False)
+    if not several:
+        return fuse_layers(model, "reference", forward=run)
+    setattr(model, ATTRIBUTE, choice := AdapterChoice([DEFAULT], selected=DEFAULT))
+    return fuse_many(model, choice, "reference", forward=run, separate=False, tokens=0)
+
+
+def largest_altup_group(report: FusionReport) -> int:
+    return max(len(group) for group in report.groups if "altup_projections" in group[0])
 
 
 def test_a_pass_that_failed_does_not_spoil_the_next(folder: Path) -> None:

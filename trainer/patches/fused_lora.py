@@ -22,7 +22,7 @@ from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantize_weight
 from trainer.model.packed_experts import FrozenLinearGrouped
-from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards
+from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards, get_unit
 from trainer.parallel.engine.linear_layers import is_linear
 from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
@@ -99,8 +99,8 @@ def group_layers(
         report.groups = [(name,) for name in members]
     else:
         for names in find_groups({name: layers[name] for name in members}, forward):
-            same_kind = len({members[name].kind for name in names}) == 1
-            report.groups += [names] if same_kind else [(name,) for name in names]
+            together = len({(members[name].kind, members[name].unit) for name in names}) == 1
+            report.groups += [names] if together else [(name,) for name in names]
     return report, [FusedGroup([members[name] for name in names]) for names in report.groups]
 
 
@@ -141,6 +141,7 @@ class FusedLayer:
         self.peft_forward = layer.forward
         self.adapter: str = layer.active_adapters[0]
         self.base: Any = layer.base_layer
+        self.unit = get_unit(self.base.weight)  # units are gathered at different times
         self.packed = isinstance(self.base, FrozenLinear4bit)
         self.is_8bit = isinstance(self.base, FrozenLinear8bit)
         self.grouped = isinstance(self.base, FrozenLinearGrouped)

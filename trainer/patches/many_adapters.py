@@ -56,8 +56,9 @@ def fuse_adapters(
         report.groups = [(path,) for path in layers]
     else:
         for paths in find_groups({path: layer.module for path, layer in layers.items()}, forward):
-            same_kind = len({layers[path].any_member.kind[:-1] for path in paths}) == 1
-            report.groups += [tuple(paths)] if same_kind else [(path,) for path in paths]
+            members = [layers[path].any_member for path in paths]
+            together = len({(member.kind[:-1], member.unit) for member in members}) == 1
+            report.groups += [paths] if together else [(path,) for path in paths]
     groups: list[FusedGroup] = []
     for paths in report.groups:
         groups += _install([layers[path] for path in paths], choice)

@@ -117,7 +117,6 @@ class LayerShards:
         self._group = group
         self._plan: dict[str, UnitPlan] = {}
         self._modules: set[int] = set()
-        self._units_by_parameter: dict[int, ShardedUnit] = {}
         self._steps: list[_Step] = []
         self._current: ShardedUnit | None = None
         self._in_backward = False
@@ -146,7 +145,7 @@ class LayerShards:
         for parameter in parameters:
             parameter.requires_grad_(False)
             exclude_from_broadcast(parameter)
-            self._units_by_parameter[id(parameter)] = unit
+            parameter.shard_unit = unit  # type: ignore[attr-defined]
 
     @replaces("the all-gather of a frozen base in ZeRO stage 3")
     def attach(self, model: Any) -> None:
@@ -168,11 +167,10 @@ class LayerShards:
 
         yielded: tuple[str, ...] = ()
         for path, module in model.named_modules():
-            units = (self._units_by_parameter.get(id(parameter)) for parameter in module.parameters())
-            unit = next((unit for unit in units if unit is not None), None)
+            unit = next(filter(None, map(get_unit, module.parameters())), None)
             if unit is None or path.startswith(yielded or "."):
                 continue
-            reads_own = any(id(parameter) in self._units_by_parameter for parameter in module.parameters(recurse=False))
+            reads_own = any(map(get_unit, module.parameters(recurse=False)))
             if reads_own or id(module) in self._modules or isinstance(module, LoraLayer):
                 yielded = (*yielded, f"{path}.")
                 base = module.get_base_layer() if isinstance(module, LoraLayer) else module
@@ -182,8 +180,7 @@ class LayerShards:
     def gather(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Gather the weights of these modules within the block; every rank must enter it."""
         parameters = (parameter for module in modules for parameter in module.parameters())
-        owners = dict.fromkeys(self._units_by_parameter.get(id(parameter)) for parameter in parameters)
-        units = [unit for unit in owners if unit is not None]
+        units = [unit for unit in dict.fromkeys(map(get_unit, parameters)) if unit is not None]
         for unit in units:
             unit.start()
             unit.wait()
@@ -265,6 +262,11 @@ class LayerShards:
 
 def get_layer_shards(model: Any) -> LayerShards | None:
     return getattr(model, "layer_shards", None)
+
+
+def get_unit(weight: Tensor) -> ShardedUnit | None:
+    """Return the unit that the weight is gathered with, or None if it is not sharded."""
+    return getattr(weight, "shard_unit", None)
 
 
 def _is_in_backward() -> bool:
