@@ -143,7 +143,7 @@ def test_deepspeeds_norm_hides_what_is_not_finite() -> None:
 
 
 def test_deepspeeds_own_groups_wait_as_long_as_torch_says() -> None:
-    """set_process_group_timeouts: `timeout` of the first group, which one_rank leaves at its default, is passed to none."""
+    """set_process_group_timeouts: `timeout` of the first group, at its default in one_rank, is passed to none."""
     from torch.distributed import distributed_c10d
 
     distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=77), dist.group.WORLD)
