@@ -21,7 +21,7 @@ from trainer.model.base import load_base_model
 from trainer.parallel.engine.adapter_choice import ATTRIBUTE, DEFAULT, AdapterChoice
 from trainer.parallel.engine.layer_gather.shards import LayerShards, get_layer_shards
 from trainer.patches.fused_lora import FusionReport, fuse_layers
-from trainer.patches.many_adapters import fuse_many
+from trainer.patches.many_adapters import fuse_adapters
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -199,7 +199,7 @@ def fuse(model: Any, several: bool) -> FusionReport:
     if not several:
         return fuse_layers(model, "reference", forward=run)
     setattr(model, ATTRIBUTE, choice := AdapterChoice([DEFAULT], selected=DEFAULT))
-    return fuse_many(model, choice, "reference", forward=run, separate=False, tokens=0)
+    return fuse_adapters(model, choice, "reference", forward=run, separate=False, tokens=0)
 
 
 def largest_altup_group(report: FusionReport) -> int:
