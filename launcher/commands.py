@@ -22,7 +22,7 @@ from launcher.scu_train import run as run_scu_train
 from launcher.start import get_version, start
 from launcher.status import status
 from launcher.submit import submit
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
 from trainer.config.errors import convert_path_error, format_one_line
@@ -149,7 +149,7 @@ def show_config(
     else:
         loaded = load_config(config, overrides or [])
         for note in loaded.notes:
-            say(f"note: {note}")
+            log(f"note: {note}")
         typer.echo(dump_yaml(loaded.config), nl=False)
 
 
@@ -213,21 +213,21 @@ def main() -> int:
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
         mistake = format_one_line(_describe_usage_error(error))
-        say(f"error: {mistake}{' See' if mistake.endswith(('.', '?')) else '; see'} `{hint} --help`")
+        log(f"error: {mistake}{' See' if mistake.endswith(('.', '?')) else '; see'} `{hint} --help`")
         return EXIT_USAGE
     except typer.Abort:
-        say("error: aborted at a prompt")
+        log("error: aborted at a prompt")
         return EXIT_FAILED
     except UserError as error:
-        say(f"error: {error}")
+        log(f"error: {error}")
         return EXIT_USAGE
     except OSError as error:
         if path_mistake := convert_path_error(error):
-            say(f"error: {path_mistake}")
+            log(f"error: {path_mistake}")
             return EXIT_USAGE
         if error.filename is None:
             raise  # launcher/entry.py handles write errors on standard output
-        say(f"error: {error}")
+        log(f"error: {error}")
         return EXIT_FAILED
 
 

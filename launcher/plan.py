@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.supervision.remote import RemoteRanks, SrunRanks, SshRanks
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from launcher.targets.hostfile import Slots, check_reachable, filter_slots, read_hostfile
 from launcher.targets.local import Command, build_hostfile_command, build_local_command
 from launcher.targets.mpi import build_mpirun_command
@@ -131,6 +131,6 @@ def _resolve_address(host: str) -> str | None:
     except socket.gaierror:
         return None  # a name from ~/.ssh/config
     if any(address.startswith("127.") or address == "::1" for address in addresses):
-        say(f"note: {name} is a loopback address here; other hosts will use the first address in `hostname -I`")
+        log(f"note: {name} is a loopback address here; other hosts will use the first address in `hostname -I`")
         return None
     return name

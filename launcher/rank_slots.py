@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.plan import CommandBuilder, LaunchPlan, LaunchRequest, plan_launch, plan_on_hosts, select_slots
 from launcher.supervision.remote import SrunRanks
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from launcher.targets.hostfile import Slots, detect_unreachable_hosts
 from launcher.targets.local import build_local_command
 from launcher.targets.slurm import Allocation, build_srun_command, detect_lost_nodes
@@ -74,7 +74,7 @@ class RestartPlanner:
         all_slots = range(len(self._gpus) or self._request.num_gpus or CPU_RANKS)
         usable = [slot for slot in all_slots if not self._gpus or self._gpus[slot] in current]
         if missing := [str(self._numbers[slot]) for slot in all_slots if slot not in usable]:
-            say(f"the driver no longer lists GPU {', '.join(missing)}")
+            log(f"the driver no longer lists GPU {', '.join(missing)}")
         available = [slot for slot in usable if slot not in excluded]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
         if not slots:
@@ -89,7 +89,7 @@ class RestartPlanner:
     ) -> RestartPlan:
         hosts = list(dict.fromkeys(host for host, _ in host_slots))
         if missing := detect_unreachable_hosts(hosts, Path.cwd()):
-            say(f"not reachable by ssh: {', '.join(missing)}")
+            log(f"not reachable by ssh: {', '.join(missing)}")
         available = [slot for slot, (host, _) in enumerate(host_slots) if slot not in excluded and host not in missing]
         available = available[: len(self._host_slots)]
         slots = tuple(available[: find_largest_divisor(range(1, len(available) + 1), total)])
@@ -106,7 +106,7 @@ class RestartPlanner:
         """Choose the nodes and ranks per node that give the most ranks; srun needs the same number on every node."""
         lost, size = detect_lost_nodes(allocation), allocation.ranks_per_node
         if lost:
-            say(f"lost nodes: {', '.join(lost)}")
+            log(f"lost nodes: {', '.join(lost)}")
         nodes = [
             number
             for number, name in enumerate(allocation.nodes)

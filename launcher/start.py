@@ -18,7 +18,7 @@ from launcher.supervision.processes import run_child
 from launcher.supervision.remote import RemoteRanks, SrunRanks, SshRanks
 from launcher.supervision.restarts import AttemptResult, RestartLoop
 from launcher.supervision.supervisor import Supervisor
-from launcher.supervision.terminal import ConsoleFile, print_progress, restore_terminal, say, share_stdout
+from launcher.supervision.terminal import ConsoleFile, log, print_progress, restore_terminal, share_stdout
 from launcher.targets.local import write_environment
 from launcher.targets.slurm import can_be_requeued, detect_lost_nodes
 from trainer.config import LoadedConfig, RunConfig, UserError
@@ -56,7 +56,7 @@ def start(
     command = build(list(arguments))  # raises UserError before any work is done
     if dry_run:
         print(command.format_shell())
-        say("note: model and data were not checked; to check them, run `zerolora validate`")
+        log("note: model and data were not checked; to check them, run `zerolora validate`")
         return 0
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     check_not_locked(run_dir, resumes=resumes)
@@ -78,7 +78,7 @@ def start(
             code = run_child([sys.executable, "-m", "launcher.module", *prepare], CHECKS_FAILED)
         if code:
             return code
-        with FolderLock.acquire(run_dir, resumes=resumes, say=say) as lock:
+        with FolderLock.acquire(run_dir, resumes=resumes, log=log) as lock:
             if is_job_attempt:
                 record_attempt(run_dir, os.environ)
             record_arguments(loaded.config, list(arguments))
@@ -142,7 +142,7 @@ class AttemptRunner:
             try:
                 build, remote, batch_settings = self._plan_restart()
             except UserError as error:
-                say(f"not restarted: {error}")
+                log(f"not restarted: {error}")
                 return AttemptResult(1)
             settings += batch_settings
         with nullcontext() if remote is None else ConsoleFile(self._logs) as console:
@@ -185,7 +185,7 @@ class AttemptRunner:
         if ranks == previous_ranks == self._full_size:
             return build, remote, []
         if ranks < self._full_size:
-            say(
+            log(
                 f"continuing with {ranks} of {self._full_size} ranks"
                 + f"; {restart.available} ranks cannot split the batch of {total} samples" * (restart.available > ranks)
                 + f"; to use all {self._full_size} again, stop the run and start it with resume_from_checkpoint=auto"
@@ -228,5 +228,5 @@ def _adjust_exit_code(code: int, remote: RemoteRanks | None) -> int:
     lost = detect_lost_nodes(remote.allocation)
     if not lost:
         return code
-    say(f"lost nodes: {', '.join(lost)}; requeue the job (exit code {EXIT_PREEMPTED})")
+    log(f"lost nodes: {', '.join(lost)}; requeue the job (exit code {EXIT_PREEMPTED})")
     return EXIT_PREEMPTED

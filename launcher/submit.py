@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from launcher.status import COMMENT_PREFIX
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from launcher.targets.local import SAFE_PATH_VARIABLES
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.aliases import ALIASES
@@ -162,7 +162,7 @@ def submit(
         return
     files = {logs / JOB_SCRIPT: script} | ({logs / SWEEP_FILE: "\n".join([*lines, ""])} if lines else {})
     number = _run_sbatch(logs / JOB_SCRIPT, files)
-    say(f"job {number}: `zerolora status {number}` shows its progress")
+    log(f"job {number}: `zerolora status {number}` shows its progress")
     typer.echo(f"{number} {pattern.replace('%A', number).replace('%j', number)}")
 
 

@@ -17,7 +17,7 @@ import typer
 
 from launcher.module import exec_module
 from launcher.submit import RESUME, expand_sweep, load_run_configs
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.command_line import parse_override
@@ -118,7 +118,7 @@ def _submit_array(
             typer.echo(shlex.join(["zerolora", *arguments]))
         return
     record_runs(folder, runs)
-    say(f"to see the results: zerolora sweep {config} {shlex.join(fixed)} --table")
+    log(f"to see the results: zerolora sweep {config} {shlex.join(fixed)} --table")
     os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *arguments])
 
 
@@ -177,7 +177,7 @@ def combine_runs(
             break
     groups = [waiting[first : first + size] for first in range(0, len(waiting), size)]
     joint = f"{format_count(len(groups), 'joint run')} of up to {format_count(size, 'adapter')}"
-    say(f"training {format_count(len(waiting), 'run')} as {joint}")
+    log(f"training {format_count(len(waiting), 'run')} as {joint}")
     return [SweepRun(_combine_settings(group, fixed, folder), folder, "") for group in groups]
 
 
@@ -204,7 +204,7 @@ def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
 
 def _report_finished_runs(runs: Sequence[SweepRun]) -> None:
     if finished := sum(run.exit_code == 0 for run in runs):
-        say(f"{finished} of {len(runs)} runs are already finished")
+        log(f"{finished} of {len(runs)} runs are already finished")
 
 
 def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[int]]:
@@ -240,7 +240,7 @@ def train_runs(
                 run = waiting.pop(0)
                 run.gpus = free.pop(0)
                 where = f" on GPU {', '.join(map(str, run.gpus))}" if run.gpus else ""
-                say(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{where}")
+                log(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{where}")
                 _start_run(config, run, gpus_per_run, folder, inherits_terminal=len(slots) == 1)
                 running.append(run)
             time.sleep(POLL_S)
@@ -279,7 +279,7 @@ def _record_end(run: SweepRun, runs: list[SweepRun], folder: Path) -> None:
         run.log.close()
     if run.exit_code:
         where = f"; see {folder / run.name}.log" if run.log else ""
-        say(f"{run.name}: exited with code {run.exit_code}{where}")
+        log(f"{run.name}: exited with code {run.exit_code}{where}")
     record_runs(folder, runs)
 
 

@@ -21,7 +21,7 @@ class Evaluation:
         task: Task,
         engine: Engine,
         loss: StepLoss,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         has_held_out: bool,
         has_scores: bool = False,
@@ -31,7 +31,7 @@ class Evaluation:
         self.has_data, self.is_defined, self._best = has_held_out, has_held_out or has_scores, best_metric
         self.sign = 1.0
         """-1 if a higher value of the best metric is better, otherwise 1."""
-        self._task, self._engine, self._loss, self._say = task, engine, loss, say
+        self._task, self._engine, self._loss, self._log = task, engine, loss, log
 
     def measure(self, *, include_base: bool = False) -> tuple[float, dict[str, float]]:
         """Return the metric `training.best_metric`, negated if higher is better, and all metrics; a collective call.
@@ -49,7 +49,7 @@ class Evaluation:
                 base = self._task.compute_scores(self._engine, base=True)
                 values |= {f"base/{name}": value for name, value in base.values.items()}
         if scores.values:
-            self._say("scores  " + "  ".join(f"{escape(name)} {value:.4f}" for name, value in scores.values.items()))
+            self._log("scores  " + "  ".join(f"{escape(name)} {value:.4f}" for name, value in scores.values.items()))
         if (best := f"eval/{self._best}") not in values and self._best != "loss":
             known = ", ".join(sorted(scores.values))
             raise UserError(f"training.best_metric={self._best}: was not measured; use loss or one of {known}")
@@ -61,7 +61,7 @@ class Evaluation:
         """Return the held-out loss per target token, and metrics derived from it; a collective call."""
         loss = self.compute_held_out_loss()
         if not math.isfinite(loss):
-            self._say(
+            self._log(
                 f"[yellow]warning:[/yellow] the held-out loss is {loss}: a batch of dataset.evaluation has a loss "
                 "that is not finite, so this evaluation cannot be the best; check the longest and most unusual "
                 "samples; in fp16, training.precision: bf16 may also help"

@@ -252,8 +252,8 @@ class Loop:
             values["train/epoch"] = position.epoch + position.offset / samples
         counts = (position.tokens, position.target_tokens)
         values |= {f"train/{name}": float(count) for name, count in zip(units, counts, strict=False)}
-        if context.steering is not None:
-            values |= context.steering.get_metrics()
+        if context.scu_controller is not None:
+            values |= context.scu_controller.get_metrics()
         for metrics_of_hook in measured:
             values |= metrics_of_hook
         if self._save_s:
@@ -306,7 +306,7 @@ class Loop:
         self._finish_step()
         self._previous, started = None, started + time.perf_counter() - waiting
         try:
-            checkpoints.save(context.engine, self.position, context.schedule, context.batches, context.steering)
+            checkpoints.save(context.engine, self.position, context.schedule, context.batches, context.scu_controller)
         except SaveError:
             if at_the_end:
                 raise

@@ -25,7 +25,7 @@ from trainer.parallel.ranks.group import Ranks, set_process_group_timeouts
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
 from trainer.scu.controller import ScuController
-from trainer.scu.steering import build_scu_controller, list_target_warnings, scale_adapter_to_target
+from trainer.scu.setup import build_scu_controller, list_target_warnings, scale_adapter_to_target
 from trainer.setup.build import Builder
 from trainer.setup.joining import join_run
 from trainer.step import StepContext
@@ -56,7 +56,7 @@ class Run:
     batches: BatchSource
     schedule: Any
     restored_scu: dict[str, Any] | None
-    steering: ScuController | None
+    scu_controller: ScuController | None
     # train, save
     position: Position
     loop: Loop
@@ -83,8 +83,8 @@ class Run:
         """
         self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.context_length), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
-        self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
-        self.restored_scu = self.steering = None
+        self.log = Output(console, is_main=ranks.is_main, verbose=verbose)
+        self.restored_scu = self.scu_controller = None
 
     def train(self) -> Position:
         """Join the other ranks, train, and save; a collective call."""
@@ -106,9 +106,9 @@ class Run:
 
     def find_checkpoint(self) -> None:
         """Open the run's folder, and agree with the other ranks on the checkpoint to start from."""
-        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.say, self.lock)
+        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.log, self.lock)
         self.checkpoints = CheckpointManager(
-            self.config, self.prepared, self.ranks, self.precision, self.say, self.folder
+            self.config, self.prepared, self.ranks, self.precision, self.log, self.folder
         )
         self.checkpoints.agree_on_checkpoint()
 
@@ -118,8 +118,8 @@ class Run:
         position = self.position = self._restore(engine)
         best, has_held_out = self.config.training.monitored_metric, self.prepared.data.evaluation is not None
         measured = {"has_held_out": has_held_out, "has_scores": self.config.evaluation.has_scores}
-        self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.say, best=best, **measured)
-        self.steering = self._build_scu_controller(engine, position)
+        self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.log, best_metric=best, **measured)
+        self.scu_controller = self._build_scu_controller(engine, position)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
         self.folder.open(model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint)
         self._loss_before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
@@ -128,26 +128,26 @@ class Run:
     def evaluate_and_save(self, *, stopped: bool) -> None:
         """Evaluate and save the result, unless a signal stopped the loop (`stopped`, the same on all ranks)."""
         engine, position, self._stopped = self._engine, self.position, stopped
-        self.say.is_starting = False  # also for a run without remaining steps
+        self.log.is_starting = False  # also for a run without remaining steps
         after = None
         if not stopped:
             if self.loop.stopped_early:
                 self._report_early_stop(position)
             kept_step = self.checkpoints.restore_best(engine, position)
-            if (factor := scale_adapter_to_target(self.steering, engine.module, self.say)) != 1.0:
+            if (factor := scale_adapter_to_target(self.scu_controller, engine.module, self.log)) != 1.0:
                 position.evaluated_at = -1  # the last evaluation measured the unscaled adapter
             after = self._evaluate_and_sample(position, "after")
             if kept_step is not None and after is not None:
                 self.folder.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
             self._save_result(engine, factor)
-        if self.steering is not None and self.ranks.is_main:
-            self.steering.apply_pending_measurement()
-            self.folder.save_scu_records(self.steering)
+        if self.scu_controller is not None and self.ranks.is_main:
+            self.scu_controller.apply_pending_measurement()
+            self.folder.save_scu_records(self.scu_controller)
         self.peak = self.memory.measure_peak()
         self._loss_after = after
 
     def _join(self) -> None:
-        joined = join_run(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
+        joined = join_run(self.config, self.notes, self.prepared, self.ranks, self.lock, self.log)
         self.precision, self.memory, self.task, self.total_steps = joined
         self.device, self.config = self.ranks.device(), self.memory.config
         decisions = self.memory.decisions
@@ -156,16 +156,16 @@ class Run:
     @phase("load")
     def _build_model(self) -> Any:
         message = f"loading the model {escape(self.config.base_model)}"
-        timer = threading.Timer(LONG_LOAD_S, self.say.print_always, [message])
+        timer = threading.Timer(LONG_LOAD_S, self.log.print_always, [message])
         timer.daemon = True
         timer.start()
         try:
             model, (summary, *lines) = self.builder.build_model()
         finally:
             timer.cancel()
-        self.say.print_always(summary)
+        self.log.print_always(summary)
         for line in (*lines, *self.prepared.notes, *self.prepared.data.stats.format_summary()):
-            (self.say.print_always if str(line).startswith("train: ") else self.say)(line)
+            (self.log.print_always if str(line).startswith("train: ") else self.log)(line)
         return model
 
     @phase("start engine")
@@ -186,27 +186,31 @@ class Run:
     def _build_scu_controller(self, engine: Engine, position: Position) -> ScuController | None:
         if not self.config.scu.enabled:
             return None
-        steering, warnings = build_scu_controller(
+        scu_controller, warnings = build_scu_controller(
             self.config, self.prepared, self.ranks, engine, self.loss,
             flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
-            restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
+            restored=self.restored_scu, run_dir=self.folder.path, log=self.log,
         )  # fmt: skip
         batches, _ = self.batches.build_step_batches(position.epoch, position.offset)
         bits = self.evaluation.compute_mean_loss(batches) / math.log(2)
-        warnings += list_target_warnings(steering, bits, self.schedule, self.config, self.total_steps, position.step)
+        warnings += list_target_warnings(
+            scu_controller, bits, self.schedule, self.config, self.total_steps, position.step
+        )
         for warning in warnings:
-            self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
-        return steering
+            self.log(f"[yellow]warning:[/yellow] {escape(warning)}")
+        return scu_controller
 
     def _build_loop(self, engine: Engine, position: Position) -> Loop:
         config, steps = self.config, self.total_steps
-        loss, stragglers = self.builder.build_training_loss_and_watch(self.loss, engine, self.say)
+        loss, stragglers = self.builder.build_training_loss_and_watch(self.loss, engine, self.log)
         set_process_group_timeouts(compute_collective_timeout(config.training))
         count, sample = self._count_skipped, partial(self.evaluation.sample, folder=self.folder)
-        hooks = self.builder.build_hooks(engine, self.steering, position, steps, count, sample, self.say)
+        hooks = self.builder.build_hooks(engine, self.scu_controller, position, steps, count, sample, self.log)
         recovery = self.memory.build_recovery(self.ranks.world_size)
         return Loop(
-            StepContext(engine, loss, self.batches, self.ranks, self.schedule, recovery, self.steering, stragglers),
+            StepContext(
+                engine, loss, self.batches, self.ranks, self.schedule, recovery, self.scu_controller, stragglers
+            ),
             hooks,
             config.training,
             position,
@@ -231,7 +235,7 @@ class Run:
     def _report_early_stop(self, position: Position) -> None:
         patience, best = self.config.training.early_stopping, self.config.training.best_metric
         better, optimum = ("lower held-out loss", "lowest") if best == "loss" else (f"better {best}", "best")
-        self.say(
+        self.log(
             f"stopped early at step {position.step} of {self.total_steps}: no {better} in "
             f"{format_count(patience or 0, 'evaluation')} (training.early_stopping={patience}); the {optimum} is "
             f"{self.evaluation.sign * position.best_loss:.4f} at step {position.best_step}"
@@ -251,10 +255,10 @@ class Run:
         self.folder.check_lock()
         self.folder.write_times()
         with self.folder.tolerate_full_disk("the measured memory"):
-            self.say(self.memory.record(self.folder.path, self.peak, self.device))
+            self.log(self.memory.record(self.folder.path, self.peak, self.device))
         for source, count in self._count_skipped().items():
-            self.say(f"{source}: skipped {format_count(count, 'record')} (dataset.on_bad_record=skip)")
-        self.say.repeat_warnings()
+            self.log(f"{source}: skipped {format_count(count, 'record')} (dataset.on_bad_record=skip)")
+        self.log.repeat_warnings()
         if self._stopped:
             self.folder.print_resume_command(position.step)
         else:

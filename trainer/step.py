@@ -71,7 +71,7 @@ class StepContext:
     ranks: Ranks
     schedule: Any
     recovery: Recovery
-    steering: ScuController | None = None
+    scu_controller: ScuController | None = None
     """Adds its penalty, in nats per token, once per step."""
     stragglers: StragglerWatch | None = None
     """Measures this rank's own time; None with a single rank."""
@@ -135,7 +135,7 @@ def train_step(
     `stop` and `save` request a stop or checkpoint after the step; the result shows whether any rank requested one.
     `before_update` runs between the last backward pass and the optimizer, and can prevent the update by raising.
     """
-    engine, ranks, steering, device = context.engine, context.ranks, context.steering, context.engine.device
+    engine, ranks, scu_controller, device = context.engine, context.ranks, context.scu_controller, context.engine.device
     counts = _sum_counts(batches, stop, save, ranks, device)
     # Undoes the engine's division by accumulation steps and ranks; a device tensor if there are several ranks.
     scale = (ranks.world_size * len(batches) / (counts[0] + (counts[0] == 0))).float()
@@ -161,8 +161,8 @@ def train_step(
         grad_norm = sums.new_zeros(()).fill_(float(grad_norm))
     # DeepSpeed counts the steps that it skips; if the optimizer skips a step, the norm is not finite.
     applied = torch.isfinite(grad_norm) & (engine.skipped_steps == skipped_before)
-    if steering is not None:
-        steering.observe(step, sums[0], counts[0], sums[1], applied)
+    if scu_controller is not None:
+        scu_controller.observe(step, sums[0], counts[0], sums[1], applied)
     numbers = [sums[0], grad_norm, applied.double(), sums[2], own_nonfinite.double()]
     return StepInFlight(torch.cat([counts, torch.stack(numbers)]))
 
@@ -185,10 +185,10 @@ def _run_micro_step(
         loss_local = context.loss(context.engine, batch, context.engine.device)
     sums[0] += loss_local.detach()
     total = (loss_local + context.loss.load_balancing_loss) * scale
-    if penalty_step is not None and context.steering is not None:
+    if penalty_step is not None and context.scu_controller is not None:
         # Every rank adds the whole penalty and the engine averages over ranks: undo only the division by micro-steps.
-        total = total + context.steering.compute_penalty(penalty_step) * accumulation
-        sums[1] = context.steering.get_local_contribution()
+        total = total + context.scu_controller.compute_penalty(penalty_step) * accumulation
+        sums[1] = context.scu_controller.get_local_contribution()
     with phase("backward"):
         context.engine.backward(total)
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         prepared = prepare(loaded.config)
         texts = _texts(loaded.config, prepared.tokenizer, arguments.forgetting)
         folder = Path(loaded.config.output_dir)
-        lock = FolderLock.acquire(folder, resumes=False, say=lambda line: print(line, file=sys.stderr))
+        lock = FolderLock.acquire(folder, resumes=False, log=lambda line: print(line, file=sys.stderr))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -76,12 +76,12 @@ def _train(loaded: LoadedConfig, prepared: PreparedRun, lock: FolderLock, texts:
         run.train()
     except UserError as error:
         run.close()
-        run.say(f"error: {escape(str(error))}")
+        run.log(f"error: {escape(str(error))}")
         return error.exit_code
     except Exception as error:  # traceback in the log, one line shown, exit code 1
         traceback.print_exc()
         run.close()
-        run.say(f"error: {escape(f'{type(error).__name__}: {error}')}")
+        run.log(f"error: {escape(f'{type(error).__name__}: {error}')}")
         return 1
     if not stop:
         run.folder.check_lock()
@@ -122,7 +122,7 @@ class MeasuredRun(Run):
         if self.folder.metrics is not None:
             self.folder.metrics.close()
         found = f": {self._loss_after:.4f}" if self._loss_after is not None else ""
-        self.say(f"{'stopped' if self._stopped else 'done'} at step {self.position.step}{found}")
+        self.log(f"{'stopped' if self._stopped else 'done'} at step {self.position.step}{found}")
 
 
 class HeldOutDocuments:

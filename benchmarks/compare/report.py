@@ -94,7 +94,7 @@ def statements(comparison: Comparison) -> list[str]:
                 "pass more with --lambdas"
             )
     for setting in comparison.find("pi"):
-        lines.append(_steering(comparison, setting))
+        lines.append(_scu_controller(comparison, setting))
     return lines
 
 
@@ -159,7 +159,7 @@ def _verdict(difference: Interval, one: Setting) -> str:
     return {-1: f"{one.label} is lower", 1: f"{one.label} is higher", 0: "no difference shown"}[difference.sign]
 
 
-def _steering(comparison: Comparison, setting: Setting) -> str:
+def _scu_controller(comparison: Comparison, setting: Setting) -> str:
     """Describe whether S or K reached its target and stayed there."""
     held = "K" if setting.measure == "kl" else "S"
     runs = [run.numbers() for run in comparison.by_setting[setting]]

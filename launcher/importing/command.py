@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from launcher.importing.translation import ForeignConfig, Translation
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from trainer.config.errors import UserError, UserErrors, format_count
 from trainer.config.load import load_config_text, recognize_trainer
 from trainer.config.needs import find_unused_settings
@@ -52,7 +52,7 @@ def import_(
     write_text_atomic(target, text)
     count, notes = len(translation.settings), len(translation.different) + len(translation.left_out)
     written = f"{format_count(count, 'setting')} to {output}, with {format_count(notes, 'note')} at the top of the file"
-    say(f"wrote {written}. Next: zerolora validate {output}")
+    log(f"wrote {written}. Next: zerolora validate {output}")
 
 
 def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 
 # A build closes its lock just before removing it.
 MIN_AGE_S = 5.0
@@ -63,7 +63,7 @@ def remove_stale_locks() -> None:
     for lock in find_locks(root):
         if lock.holder is None and lock.age_s > MIN_AGE_S and not _is_on_network(root):
             lock.path.unlink(missing_ok=True)
-            say(f"note: removed {lock.path}, a lock left by a killed build {lock.age_s / 60.0:.0f} minutes ago")
+            log(f"note: removed {lock.path}, a lock left by a killed build {lock.age_s / 60.0:.0f} minutes ago")
 
 
 def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from trainer.config import UserError
 from trainer.contract.heartbeat import STACK_PREFIX, HangReport, Heartbeat, read_heartbeats
 from trainer.contract.rank_errors import RankErrorRecord, read_errors
@@ -82,7 +82,7 @@ class FailureEvidence:
         texts = {rank: _read_new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.exits}
         mistakes = [error for _, error in sorted(errors.items()) if error.is_user_error]
         if self.code == UserError.exit_code and mistakes:
-            say(reason := f"error: {mistakes[0].text}")
+            log(reason := f"error: {mistakes[0].text}")
             return FailureSummary(self.code, reason, is_user_error=True)
         ranks_with_error = {rank for rank, text in texts.items() if _has_own_error(text, errors.get(rank))}
         rank = self._find_root_cause_rank(ranks_with_error)
@@ -91,25 +91,25 @@ class FailureEvidence:
                 return self._report_lost_host(beats)
             rank = None if self.launcher_failed else rank
         status = self._find_status(rank)
-        log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
-        text = _read_new_text(log, self.old_sizes)
+        log_file = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
+        text = _read_new_text(log_file, self.old_sizes)
         if status == -signal.SIGKILL:
             excerpt = []  # the process could not write anything, so the end of its log would be misleading
         else:
             excerpt = read_tail(text) if status < 0 else find_last_traceback(text)
         if rank is None or self.code <= 0:
             reason = f"the launcher {describe_status(status if self.launcher_failed else self.code)}"
-            say(f"the run failed: {reason}")
+            log(f"the run failed: {reason}")
         else:
             beat = beats.get(rank)
             host, position = (get_host_name(), "") if beat is None else (beat.host, f" ({beat.describe_position()})")
             reason = f"rank {rank} on {host} {describe_status(status)}{position}"
-            say(f"the run failed: {reason}")
+            log(f"the run failed: {reason}")
             for line in _explain_signal(status, beat):
-                say(line)
+                log(line)
         for line in excerpt:
-            say(f"  {line}")
-        say(f"full log: {log}")
+            log(f"  {line}")
+        log(f"full log: {log_file}")
         return FailureSummary(status, reason, rank, is_user_error=rank in {error.rank for error in mistakes})
 
     def _report_lost_host(self, beats: Mapping[int, Heartbeat]) -> FailureSummary:
@@ -117,8 +117,8 @@ class FailureEvidence:
         ranks = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
         position = f" (rank {ranks[0]} there: {beats[ranks[0]].describe_position()})" if ranks else ""
         reason = f"lost the connection to {host}: {evidence}{position}"
-        say(f"the run failed: {reason}")
-        say(f"full log: {self.logs / 'launcher.log'}")
+        log(f"the run failed: {reason}")
+        log(f"full log: {self.logs / 'launcher.log'}")
         return FailureSummary(1, reason, ranks[0] if ranks else None)
 
     def _find_root_cause_rank(self, ranks_with_error: Set[int]) -> int | None:
@@ -148,12 +148,12 @@ def _was_killed(rank_exit: RankExit) -> bool:
 def report_hang(logs: Path, old_sizes: Mapping[str, int], hang: HangReport, *, is_reported: bool) -> FailureSummary:
     """Print the hung rank and its last Python stack to stderr, or only the stack if `is_reported`."""
     if not is_reported:
-        say(f"the run failed: {hang.text}")
+        log(f"the run failed: {hang.text}")
     rank = hang.ranks[0]
     text = _read_new_text(logs / f"rank-{rank}.log", old_sizes)
     for line in find_last_stack(text) or find_last_traceback(text):
-        say(f"  {line}")
-    say(f"stacks of all ranks: {logs}/rank-*.log")
+        log(f"  {line}")
+    log(f"stacks of all ranks: {logs}/rank-*.log")
     return FailureSummary(1, hang.text, rank)
 
 

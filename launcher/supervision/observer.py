@@ -12,7 +12,7 @@ import psutil
 from launcher.supervision.build_locks import remove_stale_locks
 from launcher.supervision.processes import find_local_ranks, is_stopped, send_signal
 from launcher.supervision.remote import LauncherLog, RemoteRanks
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from trainer.contract.heartbeat import HangReport, Heartbeat, read_hang_report, read_heartbeats
 from trainer.contract.rendezvous import get_host_name
 
@@ -60,9 +60,9 @@ class FolderWatch:
         """Return whether the folder can be listed and belongs to this run."""
         problem = self._find_problem()
         if problem and not self._is_unreadable:
-            say(f"the run's folder cannot be read: {problem}")
+            log(f"the run's folder cannot be read: {problem}")
         elif self._is_unreadable and not problem:
-            say("the run's folder can be read again")
+            log("the run's folder can be read again")
         self._is_unreadable = bool(problem)
         return not problem
 
@@ -84,13 +84,13 @@ class FolderWatch:
         if self.is_readable():
             return True
         seconds, received = FOLDER_WAIT_AFTER_SIGNAL_S if signals else FOLDER_WAIT_S, len(signals)
-        say(f"the run has ended; waiting up to {seconds:.0f} s for its folder")
+        log(f"the run has ended; waiting up to {seconds:.0f} s for its folder")
         deadline = time.monotonic() + seconds
         while not self.is_readable():
             if len(signals) > received:
                 return False
             if time.monotonic() > deadline:
-                say(
+                log(
                     f"{self._logs.parent} still cannot be read; when it can, check its logs for the cause, and "
                     "resume with training.resume_from_checkpoint=auto"
                 )
@@ -152,7 +152,7 @@ class Observer:
         if (hang := read_hang_report(self._logs)) is not None:
             if not self.has_reported_hang:
                 self.has_reported_hang = True  # now, because the launcher may wait forever for an unreachable host
-                say(f"the run failed: {add_host_names(hang, self._remote).text}")
+                log(f"the run failed: {add_host_names(hang, self._remote).text}")
             # Let stopped ranks write their stacks and exit. Ranks without heartbeats would start training instead.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
             send_signal(halted, signal.SIGCONT)
@@ -165,5 +165,5 @@ class Observer:
         """Return whether the launcher outlived its ranks by LAUNCHER_EXIT_S seconds, and print a message if so."""
         if self._all_ended_at is None or time.monotonic() - self._all_ended_at < LAUNCHER_EXIT_S:
             return False
-        say(f"all ranks exited {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; terminating it")
+        log(f"all ranks exited {LAUNCHER_EXIT_S:.0f} s ago, but their launcher still waits; terminating it")
         return True

@@ -18,7 +18,7 @@ import psutil
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import is_stopped, kill_sessions
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, get_signal_exit_code, to_exit_code
 from trainer.contract.rank_arguments import CHECKED_MESSAGE, PRESTARTED, StartMessage
@@ -93,7 +93,7 @@ class PrestartedRanks:
                 stopped_s[rank] = stopped_s[rank] + POLL_S if is_stopped(psutil.Process(process.pid)) else 0.0
                 if stopped_s[rank] > hang_timeout_s:
                     where = f"rank {rank} on {get_host_name()}"
-                    say(f"{CHECKS_FAILED}: the run is hung: {where} is stopped (SIGSTOP, or a debugger)")
+                    log(f"{CHECKS_FAILED}: the run is hung: {where} is stopped (SIGSTOP, or a debugger)")
                     self.kill()
                     return EXIT_FAILED
         return self._stop()
@@ -123,8 +123,8 @@ class PrestartedRanks:
             return _report_stop(_SIGNALS_BY_CODE[code])
         if rank or status <= 0:
             self._output.seek(0)
-            say(self._output.read().decode(errors="replace").rstrip())
-            say(f"{CHECKS_FAILED}: rank {rank} on {get_host_name()} {describe_status(status)}")
+            log(self._output.read().decode(errors="replace").rstrip())
+            log(f"{CHECKS_FAILED}: rank {rank} on {get_host_name()} {describe_status(status)}")
         return code or 1
 
     def _stop(self) -> int:
@@ -158,5 +158,5 @@ class PrestartedRanks:
 
 
 def _report_stop(number: int) -> int:
-    say("stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
+    log("stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
     return get_signal_exit_code(number)

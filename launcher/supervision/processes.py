@@ -11,7 +11,7 @@ from types import FrameType
 import psutil
 
 from launcher.supervision.failure_report import describe_status
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from trainer.contract.exit_codes import FORWARDED_SIGNALS, get_signal_exit_code, to_exit_code
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.rendezvous import get_host_name
@@ -117,5 +117,5 @@ def run_child(argv: Sequence[str], failure_message: str = "") -> int:
     if received:
         return get_signal_exit_code(received[0][0])
     if code < 0 and failure_message:
-        say(f"{failure_message}: process {child.pid} on {get_host_name()} {describe_status(code)}")
+        log(f"{failure_message}: process {child.pid} on {get_host_name()} {describe_status(code)}")
     return to_exit_code(code)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.supervision.failure_report import FailureSummary
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE, STOP_CODES
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.restart_record import (
@@ -106,19 +106,19 @@ class RestartLoop:
             ):
                 self._adapters, self._settings["adapters"] = new, json.dumps(new)
                 self._prepare_next_attempt(result, "the adapters were changed")
-                say("the adapters were changed: resuming")
+                log("the adapters were changed: resuming")
             elif not self._should_restart(result, previous):
                 return result.code
             else:
                 assert result.failure is not None
                 self._restarts += 1
                 checkpoint = self._prepare_next_attempt(result, result.failure.reason)
-                say(f"restart {self._restarts} of {self._max_restarts}: resuming from {checkpoint or 'the start'}")
+                log(f"restart {self._restarts} of {self._max_restarts}: resuming from {checkpoint or 'the start'}")
             previous, self._has_trained = result, self._has_trained or result.has_completed_step
 
     def _retry_with_smaller_batch(self, note: RestartNote, result: AttemptResult) -> bool:
         if self._halvings == MAX_HALVINGS:
-            say(
+            log(
                 f"out of memory in step {note.step} after {MAX_HALVINGS} halvings; use "
                 "training.gradient_checkpointing=true, a shorter dataset.max_length or adapter=qlora"
             )
@@ -128,7 +128,7 @@ class RestartLoop:
         batch = f"batch_size {note.batch_size}, accumulation {note.gradient_accumulation_steps}"
         reason = f"out of memory in step {note.step}; continued with {batch}"
         checkpoint = self._prepare_next_attempt(result, reason, note.step)
-        say(f"out of memory in step {note.step}: resuming from {checkpoint or 'the start'} with {batch}")
+        log(f"out of memory in step {note.step}: resuming from {checkpoint or 'the start'} with {batch}")
         return True
 
     def _should_restart(self, result: AttemptResult, previous: AttemptResult | None) -> bool:
@@ -138,13 +138,13 @@ class RestartLoop:
             return False  # a restart would fail in the same way
         if result.is_same_failure(previous):
             inspect = f"zerolora inspect {self._run_dir / 'training_config.json'} --step {result.step}"
-            say(
+            log(
                 f"not restarted: step {result.step} failed twice in the same way; `{inspect} --ranks {result.ranks}` "
                 "shows its samples"
             )
             return False
         if self._restarts == self._max_restarts:
-            say(f"not restarted: training.max_restarts={self._max_restarts} has been reached")
+            log(f"not restarted: training.max_restarts={self._max_restarts} has been reached")
             return False
         return result.has_completed_step or self._try_exclude(result)
 
@@ -152,9 +152,9 @@ class RestartLoop:
         """Exclude the failed host or GPU, if an earlier attempt completed a step; return whether it was excluded."""
         excluded = self._exclude(result) if self._exclude is not None and self._has_trained else None
         if excluded is None:
-            say("not restarted: no step has completed since the ranks were started")
+            log("not restarted: no step has completed since the ranks were started")
         else:
-            say(f"{excluded} is excluded: it failed again before completing a step")
+            log(f"{excluded} is excluded: it failed again before completing a step")
         return excluded is not None
 
     def _prepare_next_attempt(self, result: AttemptResult, reason: str, step: int = 0) -> str:

@@ -27,7 +27,7 @@ from launcher.supervision.failure_report import FailureEvidence, FailureSummary,
 from launcher.supervision.observer import Observer, add_host_names
 from launcher.supervision.processes import is_alive, kill_sessions, list_trees, send_signal
 from launcher.supervision.remote import RemoteRanks
-from launcher.supervision.terminal import say
+from launcher.supervision.terminal import log
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import (
     EXIT_FAILED,
@@ -203,7 +203,7 @@ class Supervisor:
             return
         saves = bool(self.signals) and not stopped
         if saves:
-            say(f"a rank has failed; the other ranks have {SAVE_TIMEOUT_S:.0f} s to save")
+            log(f"a rank has failed; the other ranks have {SAVE_TIMEOUT_S:.0f} s to save")
         self.deadline = now + (SAVE_TIMEOUT_S if saves else FAILURE_TIMEOUT_S)
         self.state = RunState.STOPPING if self.signals or stopped else RunState.FAILING
         self.observer.log.text_before_end = self.observer.log.read()
@@ -224,14 +224,14 @@ class Supervisor:
         """Forward the first signal to every rank; return True when the ranks must be killed."""
         stop, now = self.stop, time.monotonic()
         if stop.should_stop_at_once:
-            say("stopping at once; unsaved progress is lost" if self.observer.has_begun_step else "stopping at once")
+            log("stopping at once; unsaved progress is lost" if self.observer.has_begun_step else "stopping at once")
             return True
         if stop.announced_at is None:
             first = signal.Signals(self.signals[0])
             again = "Ctrl-C" if first == signal.SIGUSR1 else "another signal"
             has_begun_step = self.observer.check_for_steps()
             action = "saving a checkpoint, then stopping" if has_begun_step else "stopping, before the first step"
-            say(f"{first.name}: {action}; {again} stops at once")
+            log(f"{first.name}: {action}; {again} stops at once")
             stop.announced_at = now
             if self.state is RunState.RUNNING:
                 self.state = RunState.STOPPING

@@ -81,7 +81,7 @@ def restore_terminal() -> None:
         _write_to_stdout(b"\r\x1b[2K\x1b[?25h")
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print a launcher message to stderr; ignore a closed stderr."""
     with suppress(OSError):  # the terminal is closed, but the run continues
         _clear_line()

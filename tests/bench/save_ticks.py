@@ -76,15 +76,15 @@ class Folder(RunFolder):
 def manager_of(run_dir: Path) -> CheckpointManager:
     """A run with one checkpoint at a time, and without data."""
     task: Any = SimpleNamespace(prepare_companion_files=lambda: lambda folder: None)
-    say, ranks = Output(Console(), is_main=True, verbose=True), Ranks(0, 1, 0)
+    log, ranks = Output(Console(), is_main=True, verbose=True), Ranks(0, 1, 0)
     config = RunConfig(
         base_model="none",
         output_dir=str(run_dir),
         dataset={"path": "none"},
         training={"save_steps": 1, "save_total_limit": 1},
     )
-    folder = Folder(config, task, ranks, Console(), say, None)
-    manager = CheckpointManager(config, None, ranks, "bf16", say, folder)  # type: ignore[arg-type]
+    folder = Folder(config, task, ranks, Console(), log, None)
+    manager = CheckpointManager(config, None, ranks, "bf16", log, folder)  # type: ignore[arg-type]
     manager._identity = {}
     return manager
 

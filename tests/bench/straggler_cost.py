@@ -28,7 +28,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    watch = StragglerWatch(Ranks(rank, world, rank), device, say=lambda line: None)
+    watch = StragglerWatch(Ranks(rank, world, rank), device, log=lambda line: None)
     found = []
     for window in range(WINDOWS + 1):
         dist.barrier()

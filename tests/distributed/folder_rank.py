@@ -24,7 +24,7 @@ from trainer.setup.preflight import prepare
 def train(folder: Path, *overrides: str) -> None:
     loaded = load_config(folder / "base.yaml", [f"output_dir={folder / 'out'}", "training.save_steps=2", *overrides])
     prepared = prepare(loaded.config)
-    with FolderLock.acquire(folder / "out", resumes=False, say=print) as lock, open(folder / "console.txt", "a") as log:
+    with FolderLock.acquire(folder / "out", resumes=False, log=print) as lock, open(folder / "console.txt", "a") as log:
         Run(loaded, prepared, Ranks(0, 1, 0), Console(file=log, width=140), StopRequest(), lock).train()
 
 

@@ -30,7 +30,7 @@ def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequ
     loaded = load_config(folder / "base.yaml", [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
     log = folder / f"{case['name']}-console-{ranks.rank}.txt"
     folder_of_case = Path(loaded.config.output_dir)
-    held = FolderLock.acquire(folder_of_case, resumes=False, say=print) if ranks.is_main else nullcontext()
+    held = FolderLock.acquire(folder_of_case, resumes=False, log=print) if ranks.is_main else nullcontext()
     with log.open("w") as file, held as lock, as_one_of_many():
         kind = JointRun if loaded.config.runs else Run
         kind(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()

@@ -122,9 +122,9 @@ def on_engine(
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     engine: Any = start_engine(model, optimizer, build_deepspeed_config(training, zero, "fp32", on_gpu=False))
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
-    steering = ScuController(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
-    assert steering.information is not None
-    low, high = steering.information.compute_reachable_bounds(0.0, 0.0)
+    scu_controller = ScuController(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
+    assert scu_controller.information is not None
+    low, high = scu_controller.information.compute_reachable_bounds(0.0, 0.0)
     rank = dist.get_rank()
     out: dict[str, Any] = {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high], "norms": []}
     for step in range(1, steps + 1):
@@ -135,24 +135,24 @@ def on_engine(
             loss_sum_local += loss_sum.detach()
             loss = loss_sum * (WORLD * ACCUMULATION / target_tokens)
             if last:
-                chunks = steering.information.chunks
+                chunks = scu_controller.information.chunks
                 out["partitioned"] += sum(p.numel() == 0 for chunk in chunks for p in (*chunk.a, *chunk.b))
-                loss = loss + ACCUMULATION * steering.compute_penalty(step)
-                out["lambda"].append(steering.lambda_)
+                loss = loss + ACCUMULATION * scu_controller.compute_penalty(step)
+                out["lambda"].append(scu_controller.lambda_)
             engine.backward(loss)
             if last:
-                sums = torch.stack([loss_sum_local.double(), steering.get_local_contribution()])
+                sums = torch.stack([loss_sum_local.double(), scu_controller.get_local_contribution()])
                 loss_sum_global, squares_global = sum_over_ranks(sums)
-                steering.observe(step, loss_sum_global, target_tokens, squares_global)
+                scu_controller.observe(step, loss_sum_global, target_tokens, squares_global)
                 out["squares"].append(squares_global.item())
                 if stage in (1, 2):
                     out["norms"].append(norms_of(engine.optimizer))
             engine.step()
-    steering.apply_pending_measurement()
+    scu_controller.apply_pending_measurement()
     out["timed"] = engine.tput_timer.config.enabled
-    out["data_bpt"] = [record["data_bpt"] for record in steering.records]
+    out["data_bpt"] = [record["data_bpt"] for record in scu_controller.records]
     if inspect is not None:
-        out["inspected"] = inspect(steering, steps)
+        out["inspected"] = inspect(scu_controller, steps)
     out["weights"] = weights_of(model)
     engine.destroy()
     return out
@@ -188,14 +188,14 @@ def compare(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def disagreement(steering: ScuController, steps: int) -> dict[str, Any]:
+def disagreement(scu_controller: ScuController, steps: int) -> dict[str, Any]:
     """What all ranks have as lambda, and what happens when rank 1's is off by one bit."""
     lambdas: list[Any] = [None] * WORLD
-    dist.all_gather_object(lambdas, [record["lambda"].hex() for record in steering.records])
+    dist.all_gather_object(lambdas, [record["lambda"].hex() for record in scu_controller.records])
     if dist.get_rank() == 1:
-        steering.state = replace(steering.state, lambda_=math.nextafter(steering.lambda_, 100.0))
+        scu_controller.state = replace(scu_controller.state, lambda_=math.nextafter(scu_controller.lambda_, 100.0))
     try:
-        steering.observe(7 * steps, torch.ones(()), 1, torch.ones(()))
+        scu_controller.observe(7 * steps, torch.ones(()), 1, torch.ones(()))
     except ScuError as fault:
         message = str(fault)
     else:

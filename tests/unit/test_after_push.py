@@ -183,12 +183,12 @@ class _HubRequest(BaseHTTPRequestHandler):
             answer = {"commitUrl": f"{url}/commit/1", "commitOid": "1", "success": True}
         else:
             answer = {"error": f"refused; you sent {self.headers['Authorization']}"}
-        self._say(hub.status, answer)
+        self._log(hub.status, answer)
 
     def do_GET(self) -> None:
-        self._say(404, {"error": "nothing here"})
+        self._log(404, {"error": "nothing here"})
 
-    def _say(self, status: int, answer: dict[str, object]) -> None:
+    def _log(self, status: int, answer: dict[str, object]) -> None:
         content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -188,7 +188,7 @@ def test_what_fails_before_it_writes_is_on_no_list(ground: Path, form: str) -> N
 def test_nothing_is_written_into_the_folder_of_a_run_that_trains(ground: Path, tmp_path: Path) -> None:
     """It would be gone with the checkpoint that it lies in, or when another run makes way; reading does no harm."""
     run = f"{ground}/run"
-    with damaged(ground, []), FolderLock.acquire(ground / "run", resumes=False, say=print):
+    with damaged(ground, []), FolderLock.acquire(ground / "run", resumes=False, log=print):
         before = files_of(ground, but=("run/logs",))
         for words in ([run], [f"{run}/checkpoint-2"], [run, "--output", f"{run}/a/b"]):
             assert ends(lambda words=words: merge(words))[0] == 2  # type: ignore[misc]

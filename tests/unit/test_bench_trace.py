@@ -170,7 +170,7 @@ class Engine:
 
 def recorded(engine: Engine, folder: Path, *, first_step: int, steps: int) -> list[Work]:
     """What the kernels of some steps did, recorded by the trainer's own profiler."""
-    profiler = StepProfiler(folder, rank=0, first_step=first_step, engine=engine, steering=None)
+    profiler = StepProfiler(folder, rank=0, first_step=first_step, engine=engine, scu_controller=None)
     for step in range(1, steps + 1):
         profiler.before_step(step)
         engine.backward(engine.loss())
@@ -215,7 +215,7 @@ def test_group_norm_and_convolutions_are_named_where_there_are_any(tmp_path: Pat
 
 
 def test_a_run_that_ends_before_its_profile_writes_none(tmp_path: Path) -> None:
-    profiler = StepProfiler(tmp_path, rank=0, first_step=10, engine=Engine(), steering=None)
+    profiler = StepProfiler(tmp_path, rank=0, first_step=10, engine=Engine(), scu_controller=None)
     profiler.before_step(1)
     profiler.finish()
     assert not (tmp_path / "profile").exists()

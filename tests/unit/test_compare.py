@@ -392,7 +392,7 @@ def test_a_trial_ends_with_the_code_of_its_error(
         def train(self) -> None:
             raise error
 
-    failing = Failing(close=lambda: None, say=print, measure=lambda *_: None)
+    failing = Failing(close=lambda: None, log=print, measure=lambda *_: None)
     monkeypatch.setattr(compare_run, "MeasuredRun", lambda *_: failing)
     monkeypatch.setattr(compare_run, "HeldOutDocuments", lambda *_: SimpleNamespace(evaluate=None, measure_scales=None))
     monkeypatch.setattr(compare_run, "open_console", lambda *_: None)

@@ -40,7 +40,7 @@ class Loop:
 
     def __init__(self, *, rate: float = 0.01, **settings: Any) -> None:
         self.model = adapted()
-        self.steering = steer(self.model, **settings)
+        self.scu_controller = steer(self.model, **settings)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
         self.lambdas: list[float] = []
@@ -53,10 +53,10 @@ class Loop:
     def run(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
             loss_sum, tokens = self.loss_sum(step)
-            loss = loss_sum / tokens + self.steering.compute_penalty(step)
-            self.lambdas.append(self.steering.lambda_)
+            loss = loss_sum / tokens + self.scu_controller.compute_penalty(step)
+            self.lambdas.append(self.scu_controller.lambda_)
             loss.backward()
-            self.steering.observe(step, loss_sum, tokens, self.steering.get_local_contribution())
+            self.scu_controller.observe(step, loss_sum, tokens, self.scu_controller.get_local_contribution())
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -81,9 +81,9 @@ def test_stronger_fixed_lambda_leaves_less_adapter(measure: str, sweep: tuple[fl
     for lambda_ in sweep:
         loop = Loop(controller="fixed", lambda_start=lambda_, measure=measure)
         loop.run(1, 60)
-        loop.steering.apply_pending_measurement()
+        loop.scu_controller.apply_pending_measurement()
         assert loop.lambdas == [lambda_] * 60
-        left.append(loop.steering.records[-1]["param_bpt"])
+        left.append(loop.scu_controller.records[-1]["param_bpt"])
     # Gaps of at least a tenth: the order is the term's doing, not noise.
     assert all(later < 0.9 * earlier for earlier, later in pairwise(left)), left
 
@@ -91,10 +91,10 @@ def test_stronger_fixed_lambda_leaves_less_adapter(measure: str, sweep: tuple[fl
 def test_s_of_a_step_steers_the_next_one() -> None:
     loop = Loop(lambda_start=1.0)
     loop.run(1, 1)
-    assert loop.steering.lambda_ == 1.0 and loop.steering.records == []
+    assert loop.scu_controller.lambda_ == 1.0 and loop.scu_controller.records == []
     loop.run(2, 2)
     assert loop.lambdas[1] < 1.0, "delta starts at S = 0, below the target: lambda must fall"
-    assert [record["step"] for record in loop.steering.records] == [1]
+    assert [record["step"] for record in loop.scu_controller.records] == [1]
 
 
 def test_settling_early_gives_the_same_lambdas() -> None:
@@ -102,7 +102,7 @@ def test_settling_early_gives_the_same_lambdas() -> None:
     late.run(1, 6)
     for step in range(1, 7):
         early.run(step, step)
-        early.steering.apply_pending_measurement()
+        early.scu_controller.apply_pending_measurement()
     assert early.lambdas == late.lambdas
 
 
@@ -111,7 +111,7 @@ def test_lambda_moves_at_control_steps_only() -> None:
     loop.run(1, 10)
     moved = [later != earlier for earlier, later in pairwise(loop.lambdas)]
     assert moved == [False, False, True, False, False, True, False, False, True]
-    assert [record["step"] for record in loop.steering.records] == [3, 6, 9]
+    assert [record["step"] for record in loop.scu_controller.records] == [3, 6, 9]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -121,54 +121,54 @@ def test_resumed_run_continues_to_the_bit(tmp_path: Path, every: int, cut: int) 
     whole.run(1, 9)
     first = Loop(every=every)
     first.run(1, cut)
-    state = json.loads(json.dumps(first.steering.state_dict()))
+    state = json.loads(json.dumps(first.scu_controller.state_dict()))
     weights = first.snapshot()
-    first.steering.write_files(tmp_path)
+    first.scu_controller.write_files(tmp_path)
     first.run(cut + 1, cut + 2)  # lost work after the checkpoint, with its records already on disk
-    first.steering.write_files(tmp_path)
+    first.scu_controller.write_files(tmp_path)
 
     second = Loop(every=every)
     second.model.load_state_dict(weights["model"])
     second.optimizer.load_state_dict(weights["optimizer"])
-    second.steering.load_state_dict(state, step=cut, run_dir=tmp_path)
+    second.scu_controller.load_state_dict(state, step=cut, run_dir=tmp_path)
     second.run(cut + 1, 9)
     assert [value.hex() for value in second.lambdas] == [value.hex() for value in whole.lambdas[cut:]]
-    whole.steering.apply_pending_measurement()
-    second.steering.apply_pending_measurement()
-    assert second.steering.records == whole.steering.records
-    assert len(whole.steering.records) == 9 // every
+    whole.scu_controller.apply_pending_measurement()
+    second.scu_controller.apply_pending_measurement()
+    assert second.scu_controller.records == whole.scu_controller.records
+    assert len(whole.scu_controller.records) == 9 // every
 
 
 def test_the_pending_measurement_is_in_the_state() -> None:
     loop = Loop()
     loop.run(1, 3)
-    state = loop.steering.state_dict()
+    state = loop.scu_controller.state_dict()
     assert state["pending"]["step"] == 3 and state["controller"]["updates"] == 2
     other = Loop()
-    other.steering.load_state_dict(state | {"pending": None}, step=3)
-    other.steering.apply_pending_measurement()
-    loop.steering.apply_pending_measurement()
-    assert other.steering.lambda_ != loop.steering.lambda_
+    other.scu_controller.load_state_dict(state | {"pending": None}, step=3)
+    other.scu_controller.apply_pending_measurement()
+    loop.scu_controller.apply_pending_measurement()
+    assert other.scu_controller.lambda_ != loop.scu_controller.lambda_
 
 
 def test_a_step_without_target_tokens_measures_nothing() -> None:
     loop = Loop()
     loop.run(1, 1)
-    loop.steering.compute_penalty(2)
-    loop.steering.observe(2, torch.zeros(()), 0, loop.steering.get_local_contribution())
-    lambda_ = loop.steering.lambda_
+    loop.scu_controller.compute_penalty(2)
+    loop.scu_controller.observe(2, torch.zeros(()), 0, loop.scu_controller.get_local_contribution())
+    lambda_ = loop.scu_controller.lambda_
     loop.run(3, 3)
-    assert loop.lambdas[-1] == lambda_ and len(loop.steering.records) == 1
+    assert loop.lambdas[-1] == lambda_ and len(loop.scu_controller.records) == 1
 
 
 def test_none_measures_only() -> None:
     loop = Loop(controller="none")
     loop.run(1, 3)
-    term = loop.steering.compute_penalty(4)
+    term = loop.scu_controller.compute_penalty(4)
     assert not term.requires_grad and term.item() == 0.0
     assert loop.lambdas == [0.0] * 3
-    assert loop.steering.records[-1]["s_ratio"] > 0
-    assert "scu/target" not in loop.steering.get_metrics()
+    assert loop.scu_controller.records[-1]["s_ratio"] > 0
+    assert "scu/target" not in loop.scu_controller.get_metrics()
 
 
 @pytest.mark.parametrize("poison", ["loss", "adapter"])
@@ -179,8 +179,8 @@ def test_a_fault_stops_the_run_with_its_step(poison: str) -> None:
         next(p for n, p in loop.model.named_parameters() if "lora_B" in n).data.fill_(math.nan)
         loop.run(3, 3)
     else:
-        loop.steering.compute_penalty(3)
-        loop.steering.observe(3, torch.tensor(math.nan), 22, loop.steering.get_local_contribution())
+        loop.scu_controller.compute_penalty(3)
+        loop.scu_controller.observe(3, torch.tensor(math.nan), 22, loop.scu_controller.get_local_contribution())
     with pytest.raises(ScuError, match="step 3 has a loss sum of"):
         loop.run(4, 4)
 
@@ -192,9 +192,9 @@ def test_measuring_before_the_term_is_a_fault() -> None:
 
 def test_metrics_have_tensorboards_names() -> None:
     loop = Loop()
-    assert loop.steering.get_metrics() == {"scu/lambda": 1.0, "scu/target": 0.05}
+    assert loop.scu_controller.get_metrics() == {"scu/lambda": 1.0, "scu/target": 0.05}
     loop.run(1, 2)
-    metrics = loop.steering.get_metrics()
+    metrics = loop.scu_controller.get_metrics()
     names = "s_ratio s_smoothed target lambda data_bpt param_bpt integral error"
     assert set(metrics) == {f"scu/{name}" for name in names.split()}
     assert metrics["scu/error"] == pytest.approx(metrics["scu/s_smoothed"] - 0.05)
@@ -203,8 +203,8 @@ def test_metrics_have_tensorboards_names() -> None:
 def test_files(tmp_path: Path) -> None:
     loop = Loop(every=2)
     loop.run(1, 6)
-    loop.steering.apply_pending_measurement()
-    loop.steering.write_files(tmp_path)
+    loop.scu_controller.apply_pending_measurement()
+    loop.scu_controller.write_files(tmp_path)
     config, metrics, history = (
         json.loads((tmp_path / f"scu_{name}.json").read_text()) for name in ("config", "metrics", "history")
     )
@@ -237,39 +237,39 @@ def test_files(tmp_path: Path) -> None:
 def test_target_outside_what_the_learning_rates_allow(
     measure: str, target: float, rates: list[float], reachable: bool
 ) -> None:
-    steering = steer(adapted(), measure=measure, target=target)
+    scu_controller = steer(adapted(), measure=measure, target=target)
     if reachable:
-        assert all("exceeds" not in warning for warning in steering.check_target(6.0, rates))
+        assert all("exceeds" not in warning for warning in scu_controller.check_target(6.0, rates))
         return
     with pytest.raises(UserError, match=rf"scu.target={target:g}: out of reach; .*within \[.*\]"):
-        steering.check_target(6.0, rates)
+        scu_controller.check_target(6.0, rates)
 
 
 def test_b_of_lora_plus_reaches_further() -> None:
-    steering = steer(adapted(), target=0.99)
+    scu_controller = steer(adapted(), target=0.99)
     with pytest.raises(UserError, match="out of reach"):
-        steering.check_target(6.0, [1e-4] * 20)
-    assert not any("out of reach" in line for line in steering.check_target(6.0, [1e-4] * 20, b_ratio=16.0))
+        scu_controller.check_target(6.0, [1e-4] * 20)
+    assert not any("out of reach" in line for line in scu_controller.check_target(6.0, [1e-4] * 20, b_ratio=16.0))
 
 
 def test_a_target_that_a_falling_loss_will_reach_is_not_refused() -> None:
     """S = 0.125 at the 8.5 bits of the untrained model is S = 0.55 at 1 bit: the same adapter, the same rates."""
-    steering = steer(adapted(), measure="factors", target=0.5, sigma=0.2)
-    assert steering.information is not None
-    _, squares = steering.information.compute_reachable_bounds(1e-4, 1e-4)
+    scu_controller = steer(adapted(), measure="factors", target=0.5, sigma=0.2)
+    assert scu_controller.information is not None
+    _, squares = scu_controller.information.compute_reachable_bounds(1e-4, 1e-4)
     assert (
-        scu.compute_s_ratio(8.5, steering.information.compute_bits(squares))
+        scu.compute_s_ratio(8.5, scu_controller.information.compute_bits(squares))
         < 0.5
-        < scu.compute_s_ratio(0.1, steering.information.compute_bits(squares))
+        < scu.compute_s_ratio(0.1, scu_controller.information.compute_bits(squares))
     )
-    assert not any("out of reach" in line for line in steering.check_target(8.5, [1e-4]))
+    assert not any("out of reach" in line for line in scu_controller.check_target(8.5, [1e-4]))
 
 
 def test_a_resumed_run_warns_of_a_target_out_of_reach() -> None:
-    steering = steer(adapted(), measure="factors", target=0.01)
+    scu_controller = steer(adapted(), measure="factors", target=0.01)
     with pytest.raises(UserError, match="out of reach"):
-        steering.check_target(6.0, [1e-5] * 5)
-    lines = steering.check_target(6.0, [1e-5] * 5, resumes=True)
+        scu_controller.check_target(6.0, [1e-5] * 5)
+    lines = scu_controller.check_target(6.0, [1e-5] * 5, resumes=True)
     assert any("out of reach" in line for line in lines)
 
 
@@ -287,10 +287,10 @@ def test_a_checkpoint_under_changed_settings(
 ) -> None:
     first = Loop(deadband=1.0, **before)
     first.run(1, 3)
-    first.steering.apply_pending_measurement()
+    first.scu_controller.apply_pending_measurement()
     second = steer(adapted(), **({"deadband": 1.0} | after))
-    lines = second.load_state_dict(json.loads(json.dumps(first.steering.state_dict())), step=3)
-    assert second.lambda_ == (first.steering.lambda_ if lambda_ is None else lambda_)
+    lines = second.load_state_dict(json.loads(json.dumps(first.scu_controller.state_dict())), step=3)
+    assert second.lambda_ == (first.scu_controller.lambda_ if lambda_ is None else lambda_)
     assert [said in line for line in lines] == ([True] if said else [])
 
 
@@ -373,14 +373,14 @@ def test_settings_that_are_refused(tmp_path: Path, setting: str, named: str) -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: counts synchronisations with it")
 def test_a_step_never_waits_for_the_device() -> None:
     model = adapted("cuda")
-    steering = steer(model, check_every=10**6)
+    scu_controller = steer(model, check_every=10**6)
     loss_sum = torch.ones((), device="cuda", requires_grad=True)
     for step in (1, 2, 3):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            (loss_sum + steering.compute_penalty(step)).backward()
-            steering.observe(step, loss_sum.detach(), 22, steering.get_local_contribution())
+            (loss_sum + scu_controller.compute_penalty(step)).backward()
+            scu_controller.observe(step, loss_sum.detach(), 22, scu_controller.get_local_contribution())
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert [record["step"] for record in steering.records] == [1, 2]
+    assert [record["step"] for record in scu_controller.records] == [1, 2]

@@ -149,11 +149,11 @@ def test_an_unexpected_head_is_reported() -> None:
     model = AutoModelForCausalLM.from_config(known).requires_grad_(False)
     batch = MicroBatch(torch.arange(8)[None], torch.arange(8)[None], 8)
     said: list[str] = []
-    loss = TokenLoss(model, fused=True, say=said.append)
+    loss = TokenLoss(model, fused=True, log=said.append)
     loss(model, batch, torch.device("cpu"))
     loss(model, batch, torch.device("cpu"))
     assert len(said) == 1 and "materialized logits" in said[0]
-    TokenLoss(model, fused=False, say=said.append)(model, batch, torch.device("cpu"))
+    TokenLoss(model, fused=False, log=said.append)(model, batch, torch.device("cpu"))
     assert len(said) == 1, "what was decided is what was done"
 
 

@@ -252,7 +252,7 @@ class Loop:
         self.model: Any = get_peft_model(LlamaForCausalLM(TINY), lora)
         divergence = Divergence(engine_of(self.model), TokenLoss(self.model), reference())
         section = ScuSection(**({"enabled": True, "measure": "kl", "target": 0.05, "deadband": 0.0} | settings))
-        self.steering = ScuController(
+        self.scu_controller = ScuController(
             section, self.model, target_tokens=None, total_steps=10, base_parameters=1, divergence=divergence
         )
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -264,10 +264,10 @@ class Loop:
             tokens = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step % 3))
             logits = self.model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
             loss_sum = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-            loss = loss_sum / 22 + self.steering.compute_penalty(step)
-            self.lambdas.append(self.steering.lambda_)
+            loss = loss_sum / 22 + self.scu_controller.compute_penalty(step)
+            self.lambdas.append(self.scu_controller.lambda_)
             loss.backward()
-            self.steering.observe(step, loss_sum, 22, self.steering.get_local_contribution())
+            self.scu_controller.observe(step, loss_sum, 22, self.scu_controller.get_local_contribution())
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -277,14 +277,14 @@ def test_the_term_is_off_until_the_target_is_passed_and_then_holds_k_down() -> N
     steered.run(1, 260)
     free.run(1, 260)
     for loop in (steered, free):
-        loop.steering.apply_pending_measurement()
-    bits = [record["kl_bits"] for record in steered.steering.records]
+        loop.scu_controller.apply_pending_measurement()
+    bits = [record["kl_bits"] for record in steered.scu_controller.records]
     first = next(index for index, value in enumerate(bits) if value >= 0.005)
     assert steered.lambdas[: first + 1] == [0.0] * (first + 1) and steered.lambdas[first + 1] == 0.1
     # Until then the two are one run.
-    assert bits[: first + 1] == [record["kl_bits"] for record in free.steering.records][: first + 1]
+    assert bits[: first + 1] == [record["kl_bits"] for record in free.scu_controller.records][: first + 1]
     held = sum(bits[-50:]) / 50
-    assert held == pytest.approx(0.005, rel=0.3) and free.steering.records[-1]["kl_bits"] > 3 * held
+    assert held == pytest.approx(0.005, rel=0.3) and free.scu_controller.records[-1]["kl_bits"] > 3 * held
 
 
 def test_resumed_run_continues_to_the_bit(tmp_path: Path) -> None:
@@ -292,32 +292,32 @@ def test_resumed_run_continues_to_the_bit(tmp_path: Path) -> None:
     whole.run(1, 25)
     first = Loop(target=0.005)
     first.run(1, 18)
-    state = json.loads(json.dumps(first.steering.state_dict()))
-    first.steering.write_files(tmp_path)
-    assert first.steering.state.started, "the test wants a controller that works"
+    state = json.loads(json.dumps(first.scu_controller.state_dict()))
+    first.scu_controller.write_files(tmp_path)
+    assert first.scu_controller.state.started, "the test wants a controller that works"
     second = Loop(target=0.005)
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    assert second.steering.load_state_dict(state, step=18, run_dir=tmp_path) == []
+    assert second.scu_controller.load_state_dict(state, step=18, run_dir=tmp_path) == []
     second.run(19, 25)
     assert [value.hex() for value in second.lambdas] == [value.hex() for value in whole.lambdas[18:]]
     for loop in (whole, second):
-        loop.steering.apply_pending_measurement()
-    assert second.steering.records == whole.steering.records
+        loop.scu_controller.apply_pending_measurement()
+    assert second.scu_controller.records == whole.scu_controller.records
 
 
 def test_names_of_metrics_records_and_files(tmp_path: Path) -> None:
     loop = Loop()
     loop.run(1, 3)
-    metrics = loop.steering.get_metrics()
+    metrics = loop.scu_controller.get_metrics()
     names = "kl_bits kl_smoothed target lambda data_bpt error"
     assert set(metrics) == {f"scu/{name}" for name in names.split()} and metrics["scu/target"] == 0.05
-    loop.steering.apply_pending_measurement()
-    record = loop.steering.records[-1]
+    loop.scu_controller.apply_pending_measurement()
+    record = loop.scu_controller.records[-1]
     assert record["total_loss"] == pytest.approx(record["ce_loss"] + record["lambda"] * math.log(2) * record["kl_bits"])
-    loop.steering.write_files(tmp_path)
+    loop.scu_controller.write_files(tmp_path)
     history = json.loads((tmp_path / "scu_history.json").read_text())
-    assert history["kl_bits_history"] == [record["kl_bits"] for record in loop.steering.records]
+    assert history["kl_bits_history"] == [record["kl_bits"] for record in loop.scu_controller.records]
     assert json.loads((tmp_path / "scu_config.json").read_text())["target"] == 0.05
 
 
@@ -325,10 +325,10 @@ def test_a_divergence_that_is_no_number_stops_the_run() -> None:
     loop = Loop()
     loop.run(1, 2)
     next(p for n, p in loop.model.named_parameters() if "down_proj.lora_B" in n).data.fill_(math.nan)
-    loop.steering.compute_penalty(3)
-    loop.steering.observe(3, torch.tensor(1.0), 22, loop.steering.get_local_contribution())
+    loop.scu_controller.compute_penalty(3)
+    loop.scu_controller.observe(3, torch.tensor(1.0), 22, loop.scu_controller.get_local_contribution())
     with pytest.raises(ScuError, match=r"step 3 has .* for the divergence from the base"):
-        loop.steering.apply_pending_measurement()
+        loop.scu_controller.apply_pending_measurement()
 
 
 def test_swinging_gains_of_kl_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.test_divergence import CPU, Loop, engine_of, reference
 from trainer.patches.loss_head import TokenLoss
 from trainer.scu.divergence import Divergence
-from trainer.scu.steering import ScaleFit, choose_held_out, find_scale, scale_adapter_to_target
+from trainer.scu.setup import ScaleFit, choose_held_out, find_scale, scale_adapter_to_target
 
 
 def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
@@ -67,16 +67,16 @@ def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_th
     tokens = sum(len(document.input_ids) - 1 for document in whole.documents)
     held_out = Divergence(engine, token_loss, whole)
     assert held_out.measure_all() == pytest.approx(at_once.item() / tokens / math.log(2), rel=1e-5)
-    steering = Loop(target=held_out.measure_all() / 4).steering
-    assert steering.divergence is not None
+    scu_controller = Loop(target=held_out.measure_all() / 4).scu_controller
+    assert scu_controller.divergence is not None
     lines: list[str] = []
-    assert scale_adapter_to_target(steering, loop.model, lines.append) == 1.0 and not lines
-    steering.divergence.held_out = held_out
-    factor = scale_adapter_to_target(steering, loop.model, lines.append)
+    assert scale_adapter_to_target(scu_controller, loop.model, lines.append) == 1.0 and not lines
+    scu_controller.divergence.held_out = held_out
+    factor = scale_adapter_to_target(scu_controller, loop.model, lines.append)
     assert 0.3 < factor < 0.7 and len(lines) == 1
-    assert held_out.measure_all() == pytest.approx(steering.law.target, rel=0.02)
-    assert steering.fitted is not None and set(steering.fitted) == set(asdict(ScaleFit(1.0, 0.0, 0.0, 0)))
-    assert held_out.measure_all() == pytest.approx(steering.fitted["kl_bits"], rel=1e-5)
+    assert held_out.measure_all() == pytest.approx(scu_controller.law.target, rel=0.02)
+    assert scu_controller.fitted is not None and set(scu_controller.fitted) == set(asdict(ScaleFit(1.0, 0.0, 0.0, 0)))
+    assert held_out.measure_all() == pytest.approx(scu_controller.fitted["kl_bits"], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -49,7 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take(folder: Path, *, resumes: bool = False, said: list[str] | None = None) -> FolderLock:
-    return FolderLock.acquire(folder, resumes=resumes, say=(said if said is not None else []).append)
+    return FolderLock.acquire(folder, resumes=resumes, log=(said if said is not None else []).append)
 
 
 def file_of(folder: Path) -> Path:
@@ -188,11 +188,11 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
     check_not_locked(tmp_path, resumes=False)
     said: list[str] = []
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         said.append(line)
         first.release()
 
-    FolderLock.acquire(tmp_path, resumes=False, say=say).release()
+    FolderLock.acquire(tmp_path, resumes=False, log=log).release()
     assert len(said) == 1 and "of job 812" in said[0] and "waiting for it to exit, up to 15 minutes" in said[0]
 
 
@@ -208,11 +208,11 @@ def test_a_job_that_resumes_automatically_waits_for_a_limited_time(
     monkeypatch.setattr(module, "MAX_WAIT_S", 900.0)
     said: list[str] = []
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         said.append(line)
         other.kill()
 
-    FolderLock.acquire(tmp_path, resumes=True, say=say).release()
+    FolderLock.acquire(tmp_path, resumes=True, log=log).release()
     assert "waiting for it to exit, up to 15 minutes" in said[0] and "was killed; taking over its lock" in said[1]
     assert len(said) == 2
 

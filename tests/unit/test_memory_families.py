@@ -125,7 +125,7 @@ def test_the_estimate_agrees_with_autograd(name: str, case: str) -> None:
     decided, work, seen = plan(name, config, precision)
     model = loaded(name, config, precision)
     said: list[str] = []
-    loss = TokenLoss(model, fused=decided.fused_head.value, say=said.append)
+    loss = TokenLoss(model, fused=decided.fused_head.value, log=said.append)
     saved = bytes_saved(model, loss, packed=case == "packed")
     assert predicted(name, work, seen) == pytest.approx(saved, rel=WITHIN)
     assert not said, "the model on the device does other than its empty twin"

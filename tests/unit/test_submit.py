@@ -243,7 +243,7 @@ def test_status_describes_the_folder_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 41, "tra')
     settings = {"training": {"max_steps": None, "epochs": 2.0}}
     (tmp_path / "training_config.json").write_text(json.dumps(settings))
-    lock = FolderLock.acquire(tmp_path, resumes=False, say=print)
+    lock = FolderLock.acquire(tmp_path, resumes=False, log=print)
     shown = dict(describe_run(tmp_path))
     assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")

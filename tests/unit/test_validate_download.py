@@ -105,7 +105,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path("run")
-    with FolderLock.acquire(run, resumes=False, say=print):
+    with FolderLock.acquire(run, resumes=False, log=print):
         assert validate.main([str(config)]) == 0
         shown = capsys.readouterr().out
         assert f"OK except for output_dir=run: is in use by an active run (process {os.getpid()} on " in shown

@@ -166,7 +166,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Pa
     ]
     here, there = tmp_path / "here", tmp_path / "there"
     there.mkdir()
-    with FolderLock.acquire(here / "run", resumes=False, say=print) as lock:
+    with FolderLock.acquire(here / "run", resumes=False, log=print) as lock:
         shared = said_by_two(MEET, lock.token, folders=(here, here))
         assert all(lines[0].startswith("world        2 ranks on n1, n2: ") for lines in shared), shared
         assert [lines[1] for lines in shared] == ["2"] * 2
@@ -181,7 +181,7 @@ def test_a_rank_that_was_started_by_hand_leaves_another_runs_folder_alone(
     """Not even its logs and heartbeats are touched; nor is the model looked at, which is not there."""
     config = tmp_path / "c.yaml"
     config.write_text(f"base_model: none\noutput_dir: {tmp_path / 'run'}\ndataset: {{path: none.jsonl}}\n")
-    with FolderLock.acquire(tmp_path / "run", resumes=False, say=print):
+    with FolderLock.acquire(tmp_path / "run", resumes=False, log=print):
         (tmp_path / "run" / "logs" / "heartbeat-0.json").write_text("the other's")
         assert train([str(config)]) == UserError.exit_code
         assert (tmp_path / "run" / "logs" / "heartbeat-0.json").read_text() == "the other's"

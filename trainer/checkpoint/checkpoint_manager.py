@@ -53,9 +53,9 @@ class CheckpointManager:
     """Manages the checkpoints of a run; every rank has an instance."""
 
     def __init__(
-        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, say: Output, folder: RunFolder
+        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, log: Output, folder: RunFolder
     ) -> None:
-        self._config, self._prepared, self._ranks, self._precision, self._say = config, prepared, ranks, precision, say
+        self._config, self._prepared, self._ranks, self._precision, self._log = config, prepared, ranks, precision, log
         self._run_dir, self._folder = Path(config.output_dir), folder
         self.checkpoint: Path | None = None
         self._identity: dict[str, Any] | None = None
@@ -76,9 +76,9 @@ class CheckpointManager:
         self.checkpoint = resumption.checkpoint
         self._abandoned = [] if self.checkpoint else list_later_checkpoints(self._run_dir, 0)
         for warning in resumption.warnings:
-            self._say(f"[yellow]warning:[/yellow] {escape(warning)}")
+            self._log(f"[yellow]warning:[/yellow] {escape(warning)}")
         for note in resumption.notes:
-            self._say.print_always(f"note: {escape(note)}")
+            self._log.print_always(f"note: {escape(note)}")
 
     def restore(
         self, engine: Engine, total_steps: int, schedule: Any, batches: BatchSource
@@ -90,17 +90,17 @@ class CheckpointManager:
         state = restore_checkpoint(self.checkpoint, engine, self._ranks)
         position = Position.from_dict(state)
         self._abandoned, self._first_step = list_later_checkpoints(self._run_dir, position.step), position.step
-        self._say.print_always(f"resumed from {self.checkpoint} at step {position.step}")
+        self._log.print_always(f"resumed from {self.checkpoint} at step {position.step}")
         if state["requantized"]:
-            self._say("note: " + REQUANTIZED_MOMENTS)
+            self._log("note: " + REQUANTIZED_MOMENTS)
         if training.max_steps is None and position.step >= total_steps:
-            self._say.print_always(f"note: {describe_finished_run(position.step, total_steps)}")
+            self._log.print_always(f"note: {describe_finished_run(position.step, total_steps)}")
         best, metric = position.best_step, training.monitored_metric
         reason = f"training.best_metric is now {metric}" if position.best_metric != metric else ""
         if training.best_checkpoint and best and not self._get_checkpoint_path(best).exists():
             reason = f"the best checkpoint so far (step {best}) is missing"
         if best and reason:
-            self._say(f"note: {reason}; the search for the best checkpoint starts over")
+            self._log(f"note: {reason}; the search for the best checkpoint starts over")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         position.best_metric = metric
         restore_schedule(schedule, int(state["schedule_steps"]))
@@ -134,7 +134,12 @@ class CheckpointManager:
 
     @phase("save")
     def save(
-        self, engine: Engine, position: Position, schedule: Any, batches: BatchSource, steering: ScuController | None
+        self,
+        engine: Engine,
+        position: Position,
+        schedule: Any,
+        batches: BatchSource,
+        scu_controller: ScuController | None,
     ) -> None:
         """Start writing the state queued by `copy`, and all other state, in the background; a collective call.
 
@@ -145,9 +150,9 @@ class CheckpointManager:
         state = position.to_dict() | {"schedule_steps": schedule.last_epoch}
         if isinstance(batches, StreamBatches):
             state["stream"] = batches.state_dict()
-        if steering is not None:
-            state["scu"] = steering.state_dict()
-            self._folder.save_scu_records(steering)
+        if scu_controller is not None:
+            state["scu"] = scu_controller.state_dict()
+            self._folder.save_scu_records(scu_controller)
         folder = self._run_dir / f"{TEMP_PREFIX}checkpoint-{position.step}"
         if self._ranks.is_main:
             self._folder.restore_record()
@@ -198,7 +203,7 @@ class CheckpointManager:
     def upload_result(self) -> None:
         """Upload the finished run if it is on an object store. Raises SaveError on rank 0 if the upload fails."""
         if self._ranks.is_main and (address := self._upload()):
-            self._say(f"uploaded     {escape(address)}")
+            self._log(f"uploaded     {escape(address)}")
         if self._upload_problem:
             raise SaveError(f"{self._upload_problem}; the result is in {self._run_dir}")
 
@@ -212,11 +217,11 @@ class CheckpointManager:
             save.finish()
         self._abandoned = []
         if self._upload_problem:
-            self._say(f"[yellow]warning:[/yellow] not uploaded: {escape(self._upload_problem)}; training continues")
+            self._log(f"[yellow]warning:[/yellow] not uploaded: {escape(self._upload_problem)}; training continues")
             self._upload_problem = ""
         if self._renamed:
             names = ", ".join(path.name for path in self._renamed)
-            self._say(f"checkpoints after step {self._first_step} belong to the earlier run and were renamed: {names}")
+            self._log(f"checkpoints after step {self._first_step} belong to the earlier run and were renamed: {names}")
             self._renamed = []
 
     def wait_for_save(self, seconds: float) -> None:
@@ -229,7 +234,7 @@ class CheckpointManager:
         try:
             yield
         except SaveError as error:
-            self._say(f"[yellow]warning:[/yellow] {escape(str(error))}")
+            self._log(f"[yellow]warning:[/yellow] {escape(str(error))}")
             raise
 
     def restore_best(self, engine: Engine, position: Position) -> int | None:
@@ -242,14 +247,14 @@ class CheckpointManager:
             return None
         best = self._get_checkpoint_path(position.best_step)
         if problem := run_on_main(self._ranks, lambda: describe_damage(best)):
-            self._say(f"[yellow]warning:[/yellow] {escape(f'{best.name}: {problem}')}; keeping the last weights")
+            self._log(f"[yellow]warning:[/yellow] {escape(f'{best.name}: {problem}')}; keeping the last weights")
             return None
         restore_checkpoint(best, engine, self._ranks)
         metric = position.best_metric
         is_known = metric == "loss" and not self._config.evaluation.has_scores
         position.last_evaluation, position.evaluated_at = position.best_loss, position.step if is_known else -1
         score = "lowest held-out loss" if metric == "loss" else f"best {metric}"
-        self._say(f"keeping the weights of step {position.best_step}, which have the {score}")
+        self._log(f"keeping the weights of step {position.best_step}, which have the {score}")
         return position.best_step
 
     def _get_checkpoint_path(self, step: int) -> Path:

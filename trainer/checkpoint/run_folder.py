@@ -46,12 +46,12 @@ INITIAL_ADAPTER = "initial_adapter"
 
 class RunFolder:
     def __init__(
-        self, config: RunConfig, task: Task, ranks: Ranks, console: Console, say: Output, lock: FolderLock | None
+        self, config: RunConfig, task: Task, ranks: Ranks, console: Console, log: Output, lock: FolderLock | None
     ) -> None:
         """Store the arguments. `config` must not contain `auto` values, and only rank 0 passes a `lock`."""
         self.path = Path(config.output_dir)
         self._config, self._task, self._ranks = config, task, ranks
-        self._console, self._say, self._lock = console, say, lock
+        self._console, self._log, self._lock = console, log, lock
         self.metrics: Metrics | None = None
         """Metrics of this run; None before `open` and on ranks other than 0."""
         self._format: AdapterFormat | None = None
@@ -85,7 +85,7 @@ class RunFolder:
             self.check_lock()
             moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
-                self._say.print_always(moved)
+                self._log.print_always(moved)
             environment = (self._ranks.world_size, str(device.type), precision, prompt_format)
             self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *environment)
             self._write_record()
@@ -120,8 +120,8 @@ class RunFolder:
         if self.metrics is not None:
             self.metrics.log_image(step, prompt, image)
 
-    def save_scu_records(self, steering: ScuController) -> None:
-        self._write_optional("the SCU's records", partial(steering.write_files, self.path))
+    def save_scu_records(self, scu_controller: ScuController) -> None:
+        self._write_optional("the SCU's records", partial(scu_controller.write_files, self.path))
 
     def _write_optional(self, label: str, write: Callable[[], object]) -> None:
         if self._ranks.is_main:
@@ -136,7 +136,7 @@ class RunFolder:
         with collect_disk_errors(failures, self.path):
             yield
         if failures:
-            self._say(f"[yellow]warning:[/yellow] {label}: not written: {escape(failures[0])}")
+            self._log(f"[yellow]warning:[/yellow] {label}: not written: {escape(failures[0])}")
 
     @phase("save")
     def save_result(
@@ -197,13 +197,13 @@ class RunFolder:
             except Exception as error:  # the run is complete; a failed report must not cause a restart
                 traceback.print_exc()
                 problem = escape(f"{type(error).__name__}: {error}")
-                self._say(f"[yellow]warning:[/yellow] report.html: not written: {problem}; the run is complete")
+                self._log(f"[yellow]warning:[/yellow] report.html: not written: {problem}; the run is complete")
         for line in format_end_summary(self.path, self._config.model_dump(mode="json"), page, loss_before, loss_after):
-            self._say(line)
+            self._log(line)
 
     def print_resume_command(self, step: int) -> None:
         command = build_resume_command(sys.argv, overwrites=bool(self._config.output.overwrite))
-        self._say(escape(f"stopped and saved at step {step}; resume with: {command}"))
+        self._log(escape(f"stopped and saved at step {step}; resume with: {command}"))
 
     def get_adapter_format(self, engine: Engine) -> AdapterFormat | None:
         """Return the AdapterFormat of this run; None in full training, and on ranks other than 0."""

@@ -101,7 +101,7 @@ class FolderLock:
         self._thread.start()
 
     @classmethod
-    def acquire(cls, run_dir: Path, *, resumes: bool, say: Callable[[str], None]) -> "FolderLock":
+    def acquire(cls, run_dir: Path, *, resumes: bool, log: Callable[[str], None]) -> "FolderLock":
         """Lock the folder, creating it if it does not exist.
 
         Takes over the lock if its holders are dead. Waits for a live holder that is an earlier attempt of this job or,
@@ -115,7 +115,7 @@ class FolderLock:
                 continue  # just released
             alive = monitor.is_alive(held)
             if alive is False:
-                say(f"note: output_dir={run_dir}: its last run ({held.describe()}) was killed; taking over its lock")
+                log(f"note: output_dir={run_dir}: its last run ({held.describe()}) was killed; taking over its lock")
                 _remove_dead_lock(path, held.token)
                 continue
             if alive and (not _should_wait(lock, held, resumes) or time.monotonic() > deadline):
@@ -124,7 +124,7 @@ class FolderLock:
                 f"it to exit, up to {MAX_WAIT_S / 60:.0f} minutes" if alive else f"a heartbeat, up to {STALE_S:.0f} s"
             )
             if until != reported:
-                say(f"note: output_dir={run_dir}: locked by {held.describe()}; waiting for {until}")
+                log(f"note: output_dir={run_dir}: locked by {held.describe()}; waiting for {until}")
                 reported = until
             time.sleep(POLL_S)
         return cls(run_dir, lock, owns=True)

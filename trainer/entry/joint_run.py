@@ -88,7 +88,7 @@ class JointRun:
     ) -> None:  # fmt: skip
         self.config, self._notes, self._lock, self._prepared = loaded.config, loaded.notes, lock, prepared
         self._ranks, self._stop, self._verbose = ranks, stop, verbose
-        self.say = Output(console, is_main=ranks.is_main, verbose=verbose)
+        self.log = Output(console, is_main=ranks.is_main, verbose=verbose)
         self._folder = Path(self.config.output_dir)
         self._console = console
         self.runs: list[Run] = []
@@ -96,8 +96,8 @@ class JointRun:
         for config, data in zip(self.config.runs, prepared.adapters, strict=True):
             quiet = apply_changes(config, {"logging.progress": "off"})
             run = Run(LoadedConfig(quiet, ()), data, ranks, console, stop, lock, verbose=verbose)
-            run.say = Output(console, is_main=ranks.is_main, verbose=verbose, name=Path(config.output_dir).name)
-            run.say.shows_start = not self.runs
+            run.log = Output(console, is_main=ranks.is_main, verbose=verbose, name=Path(config.output_dir).name)
+            run.log.shows_start = not self.runs
             self.runs.append(run)
 
     def train(self) -> None:
@@ -127,7 +127,7 @@ class JointRun:
             with choice.select(member.adapter):
                 run.begin(adapter_engine)
                 run.folder.get_adapter_format(adapter_engine)
-            run.say.shows_start = True
+            run.log.shows_start = True
         progress = self.config.logging.progress if self._ranks.is_main else "off"
         self._display = Display(self._console, progress, total_steps=max(run.total_steps for run in self.runs))
         self._train_steps()
@@ -135,7 +135,7 @@ class JointRun:
         engine.destroy()
         for member in self._members:
             if member.failure is None:
-                member.run.say.is_starting = not self._verbose  # `_report` prints a table of all adapters
+                member.run.log.is_starting = not self._verbose  # `_report` prints a table of all adapters
                 member.run.finish()
             else:
                 member.run.close()
@@ -148,7 +148,7 @@ class JointRun:
     def _join(self) -> None:
         config, ranks = self.config, self._ranks
         device = ranks.device()
-        join_ranks(config, self._notes, ranks, self._lock, self.say)
+        join_ranks(config, self._notes, ranks, self._lock, self.log)
         precision = resolve_precision(config.training.precision, device)
         configs = []
         for run in self.runs:
@@ -166,19 +166,19 @@ class JointRun:
         combined = combine_adapters(config, configs, on_gpu=device.type == "cuda")
         memory = plan_memory(kind.planner, combined, longest.prepared, ranks, device, precision)
         for note in memory.notes:
-            self.say(note)
+            self.log(note)
         decided = memory.config
         shared = {f"training.{name}": getattr(decided.training, name) for name in SHARED_SETTINGS}
         for run, resolved in zip(self.runs, configs, strict=True):
             run.config = apply_changes(resolved, shared | {"zero": decided.zero})
             run.device, run.precision, run.memory = device, precision, replace(memory, config=run.config)
-            run.task, run.total_steps = build_task(run.config, run.config, run.prepared, ranks, precision, run.say)
+            run.task, run.total_steps = build_task(run.config, run.config, run.prepared, ranks, precision, run.log)
             run.builder = Builder(run.config, memory.decisions, run.task, ranks, device, precision)
         decided._runs = tuple(run.config for run in self.runs)
         self._builder = Builder(decided, memory.decisions, self.runs[0].task, ranks, device, precision)
 
     def _train_steps(self) -> None:
-        hooks: list[Hook] = [StartReport(self.say)]
+        hooks: list[Hook] = [StartReport(self.log)]
         if not any(member.run.loop.is_done for member in self._members):
             hooks.append(FirstGradientCheck(self._engine.module, finite=False))
         self._stop.training = True
@@ -249,7 +249,7 @@ class JointRun:
             member.failure = error
             self._deactivate(member)
             self._record({member.index: 1})
-            member.run.say(f"[red]failed:[/red] {escape(str(error))}; the other adapters continue")
+            member.run.log(f"[red]failed:[/red] {escape(str(error))}; the other adapters continue")
 
     def _deactivate(self, member: _Member) -> None:
         member.has_finished = member.failure is None
@@ -284,9 +284,9 @@ class JointRun:
         norms = torch.stack([self._guard.norms[member.index] for member in active]).double().to(device)
         applied = torch.isfinite(norms)
         for index, member in enumerate(active):
-            if (steering := member.run.steering) is not None:
+            if (scu_controller := member.run.scu_controller) is not None:
                 step = member.run.position.step + 1
-                steering.observe(step, sums[index, 0], counts[index, 0], sums[index, 2], applied[index])
+                scu_controller.observe(step, sums[index, 0], counts[index, 0], sums[index, 2], applied[index])
         columns = [sums[:, 0], norms, applied.double(), sums[:, 1], nonfinite.double()]
         numbers = torch.cat([counts, torch.stack(columns, dim=1)], dim=1)
         return [StepInFlight(row) for row in numbers], [samples for _, samples in fetched]
@@ -315,9 +315,9 @@ class JointRun:
             # Every buffer has a gradient on every rank, including those of inactive adapters.
             total = total + sum(flat.buffers[index].narrow(0, 0, 0).sum() for index in inactive)
             for index, member in enumerate(active):
-                if penalty_scale and (steering := member.run.steering) is not None:
-                    total = total + steering.compute_penalty(member.run.position.step + 1) * penalty_scale
-                    sums[index, 2] = steering.get_local_contribution()
+                if penalty_scale and (scu_controller := member.run.scu_controller) is not None:
+                    total = total + scu_controller.compute_penalty(member.run.position.step + 1) * penalty_scale
+                    sums[index, 2] = scu_controller.get_local_contribution()
             with phase("backward"):
                 engine.backward(total)
 
@@ -358,9 +358,9 @@ class JointRun:
         failed = [Path(member.run.config.output_dir).name for member in self._members if member.failure is not None]
         if self._ranks.is_main and not self._should_stop and not any(run.digest for run in read_sweep(self._folder)):
             results = read_run_results(self._folder)
-            print_table(self.say.console, results)
+            print_table(self.log.console, results)
             if any(result.loss is not None for result in results):
-                self.say(write_page(results, self._folder / PAGE))
+                self.log(write_page(results, self._folder / PAGE))
         if failed:
             raise FloatingPointError(
                 f"{len(failed)} of {len(self._members)} adapters failed: {', '.join(failed)}; the others completed"

@@ -79,7 +79,7 @@ def _lock_folder(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLo
         lock = FolderLock.join(run_dir, token) if token else None
         if lock is None:
             resumes = config.training.resume_from_checkpoint == "auto"
-            lock = FolderLock.acquire(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
+            lock = FolderLock.acquire(run_dir, resumes=resumes, log=lambda line: print(line, file=sys.stderr))
         if token is None:
             # Heartbeats from an earlier run, which a launcher would have removed; other ranks write theirs later.
             clear_rank_reports(run_dir / "logs")

@@ -20,7 +20,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Layer, LayerSettings, count_rows_to_observe, observe_layers
 from trainer.memory.stored_weights import ModelShapes, Placement, list_gathered_weights, stored_bytes
 from trainer.parallel.ranks.group import list_shard_groups
-from trainer.scu.steering import MAX_AUTO_CACHE_BYTES
+from trainer.scu.setup import MAX_AUTO_CACHE_BYTES
 
 LARGEST_BATCH = 256
 """Largest micro-batch to try; larger ones are not faster on any GPU."""

@@ -144,7 +144,7 @@ def build_image_inputs(reader: ImageReader, model: Any, *, add_dummy_images: boo
 
 @torch.no_grad()
 def cache_features(
-    inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, say: Callable[[str], None]
+    inputs: ImageInputs, model: Any, samples: Samples, folder: Path, device: torch.device, log: Callable[[str], None]
 ) -> ImageInputs:
     """Cache the features of all images in `folder`, and return `inputs` that read the cached features.
 
@@ -181,7 +181,7 @@ def cache_features(
         if number < len(paths):
             files.write(paths[number], output, grid)
         if (number + 1) % REPORT_INTERVAL == 0:
-            say(f"image features: {number + 1:,} of {rounds:,} computed by each rank")
+            log(f"image features: {number + 1:,} of {rounds:,} computed by each rank")
     computed = sum(gather_objects(len(missing)))
-    say(f"image features: {computed:,} computed and saved in {files.folder}")
+    log(f"image features: {computed:,} computed and saved in {files.folder}")
     return replace(inputs, features=files, dummy=None)

@@ -79,8 +79,8 @@ class FirstGradientCheck(Hook):
 class StartReport(Hook):
     """Reports the start-up times after the first step, and logs them with the next metrics."""
 
-    def __init__(self, say: Output) -> None:
-        self._say = say
+    def __init__(self, log: Output) -> None:
+        self._log = log
         self._times: dict[str, float] = {}
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
@@ -88,8 +88,8 @@ class StartReport(Hook):
             self._times = {f"start/{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
             self._times["start/total_s"] = sum(parts.values())
             shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= MIN_SHOWN_S)
-            self._say(f"start        {self._times['start/total_s']:.1f} s: {shown}")
-            self._say.is_starting = False
+            self._log(f"start        {self._times['start/total_s']:.1f} s: {shown}")
+            self._log.is_starting = False
         if not step.is_logged:
             return {}
         times, self._times = self._times, {}
@@ -128,8 +128,8 @@ class History(Protocol):
 class SpikeDetector(Hook):
     """Detects losses that exceed the recent median by both 8 standard deviations and a fifth of the median."""
 
-    def __init__(self, say: Callable[[str], None], history: History) -> None:
-        self._say, self._history = say, history
+    def __init__(self, log: Callable[[str], None], history: History) -> None:
+        self._log, self._history = log, history
         self._warned_at = -HISTORY_STEPS
 
     def after_step(self, step: FinishedStep) -> dict[str, float]:
@@ -153,7 +153,7 @@ class SpikeDetector(Hook):
         if step - self._warned_at < MIN_HISTORY:
             return
         self._warned_at = step
-        self._say(
+        self._log(
             f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, but the last {count} had a median of "
             f"{median_loss:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} --ranks N` "
             "shows its data"

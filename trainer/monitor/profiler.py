@@ -22,22 +22,24 @@ STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolo
 class StepProfiler(Hook):
     """Profiles all steps from `first_step` (1-based) until `finish`."""
 
-    def __init__(self, run_dir: Path, rank: int, first_step: int, engine: object, steering: object | None) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int, first_step: int, engine: object, scu_controller: object | None
+    ) -> None:
         self._file = run_dir / FOLDER / f"rank-{rank}.json.gz"
         self._first_step = first_step
         self._named = [(engine, "backward", BACKWARD), (engine, "step", OPTIMIZER)]
-        if steering is not None:
-            self._named.append((steering, "penalty", SCU))
+        if scu_controller is not None:
+            self._named.append((scu_controller, "compute_penalty", SCU))
         self._profile: Any = None
         self._range = ExitStack()
 
     @classmethod
     def for_run(
-        cls, steps: int, run_dir: Path, rank: int, total_steps: int, engine: object, steering: object | None
+        cls, steps: int, run_dir: Path, rank: int, total_steps: int, engine: object, scu_controller: object | None
     ) -> "StepProfiler | None":
         """Return a profiler for the last `steps` steps of a run, or None if `steps` is 0."""
         first_step = max(1, total_steps - steps + 1)
-        return cls(run_dir, rank, first_step, engine, steering) if steps else None
+        return cls(run_dir, rank, first_step, engine, scu_controller) if steps else None
 
     def before_step(self, step: int) -> None:
         if step < self._first_step:

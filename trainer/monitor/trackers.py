@@ -59,14 +59,14 @@ class Trackers:
         logging: LoggingSection,
         run_dir: Path,
         settings: Mapping[str, Any],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         completed_steps: int,
     ) -> None:
         """Open a run in each service, or resume the run in `run_dir`; `settings` are logged as hyperparameters.
 
         `completed_steps` is the number of steps completed before this run was started or resumed.
         """
-        self._say, path = say, run_dir / IDENTITY_FILE
+        self._log, path = log, run_dir / IDENTITY_FILE
         name = logging.run_name or run_dir.resolve().name
         hyperparameters = {
             key: value if isinstance(value, int | float | str) else json.dumps(value)
@@ -105,7 +105,7 @@ class Trackers:
         except Exception as error:  # services and networks raise many types of errors
             del self._open[name]
             problem = escape(f"{type(error).__name__}: {error}")
-            self._say(f"[yellow]warning:[/yellow] {name}: logging stopped: {problem}")
+            self._log(f"[yellow]warning:[/yellow] {name}: logging stopped: {problem}")
 
 
 def _open_wandb(request: _RunRequest) -> OpenRun:

@@ -56,18 +56,18 @@ class TokenLoss:
         module: nn.Module,
         *,
         fused: bool | None = None,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         aux_loss_weight: float = 0.0,
         kind: LossKind = NLL,
     ) -> None:
         """Prepare the model's loss: `kind` if gradients are enabled, -log p otherwise.
 
         `fused` is the choice made in trainer/memory/decisions.py; if it turns out to be wrong, a warning is passed to
-        `say`. `aux_loss_weight` is the weight of the model's own load-balancing loss, which training adds as
+        `log`. `aux_loss_weight` is the weight of the model's own load-balancing loss, which training adds as
         `load_balancing_loss`.
         """
         self._module = module
-        self._planned_fused, self._say = fused, say
+        self._planned_fused, self._log = fused, log
         self._balance, self._kind = aux_loss_weight, kind
         self.load_balancing_loss: torch.Tensor | float = 0.0
         """Load-balancing loss of the latest batch, times `aux_loss_weight` and the batch's target weight."""
@@ -325,12 +325,12 @@ class TokenLoss:
         return on_device | build_document_inputs(self._base, batch.position_ids, move), targets
 
     def _warn_if_estimate_is_off(self, fused: bool) -> None:
-        if self._planned_fused is None or self._planned_fused == fused or self._say is None:
+        if self._planned_fused is None or self._planned_fused == fused or self._log is None:
             return
         problem = "is fused with the output head; the memory estimate includes logits that are not materialized"
         if self._planned_fused:
             problem = "is not fused with the output head; the memory estimate omits the materialized logits"
-        self._say(f"[yellow]warning:[/yellow] the loss {problem}")
+        self._log(f"[yellow]warning:[/yellow] the loss {problem}")
 
 
 @replaces("`_disable_adapters` of adapted layers")

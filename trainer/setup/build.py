@@ -142,7 +142,7 @@ class Builder:
         return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
 
     def build_training_loss_and_watch(
-        self, loss: StepLoss, engine: Engine, say: Callable[[str], None]
+        self, loss: StepLoss, engine: Engine, log: Callable[[str], None]
     ) -> tuple[StepLoss, StragglerWatch | None]:
         """Return the loss for training steps, and the straggler watch (None on a single rank).
 
@@ -151,18 +151,18 @@ class Builder:
         """
         if find_choice(engine.module) is not None:
             return loss, None
-        return self._add_cuda_graphs(loss, engine.module, say), watch_stragglers(engine, self._ranks, say)
+        return self._add_cuda_graphs(loss, engine.module, log), watch_stragglers(engine, self._ranks, log)
 
-    def _add_cuda_graphs(self, loss: StepLoss, model: Any, say: Callable[[str], None]) -> StepLoss:
+    def _add_cuda_graphs(self, loss: StepLoss, model: Any, log: Callable[[str], None]) -> StepLoss:
         mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
         if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
             return loss
         has_experts = bool(find_expert_modules(model)) and not self._config.training.torch_compile
-        return GraphedLoss.create(loss, model, mode, say, has_experts=has_experts) or loss
+        return GraphedLoss.create(loss, model, mode, log, has_experts=has_experts) or loss
 
     def build_hooks(
-        self, engine: Engine, steering: object | None, history: History, total_steps: int,
-        count_skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], say: Output,
+        self, engine: Engine, scu_controller: object | None, history: History, total_steps: int,
+        count_skipped: Callable[[], dict[str, int]], sample: Callable[[str, int], None], log: Output,
     ) -> list[Hook]:  # fmt: skip
         """Return this rank's step hooks in the order in which they are called.
 
@@ -171,15 +171,15 @@ class Builder:
         """
         config, task, ranks, model = self._config, self._task, self._ranks, engine.module
         spikes: list[Hook] = (
-            [SpikeDetector(say, history)] if ranks.is_main and config.training.on_spike == "warn" else []
+            [SpikeDetector(log, history)] if ranks.is_main and config.training.on_spike == "warn" else []
         )
         if find_choice(model) is not None:
             return [SkippedRecords(count_skipped), *spikes] if ranks.is_main else []
         profiler = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
         hooks: list[Hook | None] = [
             FirstGradientCheck(model, finite=not engine.fp16_enabled()),
-            StartReport(say),
-            StepProfiler.for_run(*profiler, engine, steering),
+            StartReport(log),
+            StepProfiler.for_run(*profiler, engine, scu_controller),
             ExpertLoad.for_model(model, compiled=config.training.torch_compile),
         ]
         if ranks.is_main:

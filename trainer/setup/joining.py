@@ -25,55 +25,55 @@ from trainer.tasks.task import Task
 
 @phase("join")
 def join_run(
-    config: RunConfig, notes: Sequence[str], prepared: PreparedRun, ranks: Ranks, lock: FolderLock | None, say: Output
+    config: RunConfig, notes: Sequence[str], prepared: PreparedRun, ranks: Ranks, lock: FolderLock | None, log: Output
 ) -> tuple[str, MemoryPlan, Task, int]:
     """Form the process group, plan memory and steps, and print the decisions.
 
     A collective call. Returns the precision, the memory plan (with the decisions and the configuration without `auto`),
     the task and the number of steps. `notes` are from loading the configuration. Raises UserError if ranks disagree.
     """
-    join_ranks(config, notes, ranks, lock, say)
+    join_ranks(config, notes, ranks, lock, log)
     precision = resolve_precision(config.training.precision, ranks.device())
     memory = plan_memory(find_model_kind(config).planner, config, prepared, ranks, ranks.device(), precision)
     for note in memory.notes:
-        say(note)
-    return precision, memory, *build_task(config, memory.config, prepared, ranks, precision, say)
+        log(note)
+    return precision, memory, *build_task(config, memory.config, prepared, ranks, precision, log)
 
 
-def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, say: Output) -> None:
+def join_ranks(config: RunConfig, notes: Sequence[str], ranks: Ranks, lock: FolderLock | None, log: Output) -> None:
     check_ranks_divisible(config.parallel.sequence, config.zero, ranks.world_size)
     device = ranks.device()
     timeout, token = compute_collective_timeout(config.training), lock.token if lock is not None else ""
     world = check_ranks_agree(ranks, config.model_dump_json(), Path(config.output_dir), timeout, token)
     form_process_group(ranks, timeout)
-    (say.print_always if world.hosts > 1 else say)(world.summary)
+    (log.print_always if world.hosts > 1 else log)(world.summary)
     if (warning := known_versions.build_version_warning()) is not None:
-        say(f"[yellow]warning:[/yellow] {escape(warning)}")
+        log(f"[yellow]warning:[/yellow] {escape(warning)}")
     resolve_precision(config.training.precision, device)
     for note in notes:
-        say(f"note: {escape(note)}")
+        log(f"note: {escape(note)}")
     set_up_torch(config.training, device)
 
 
 def build_task(
-    config: RunConfig, resolved: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, say: Output
+    config: RunConfig, resolved: RunConfig, prepared: PreparedRun, ranks: Ranks, precision: str, log: Output
 ) -> tuple[Task, int]:
     """Build the task and print its number of steps; return both. `resolved` is the configuration without `auto`."""
-    task = find_model_kind(config).find_task_class(config)(resolved, prepared, ranks, ranks.device(), precision, say)
+    task = find_model_kind(config).find_task_class(config)(resolved, prepared, ranks, ranks.device(), precision, log)
     samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks.world_size)
-    _print_steps(config, resolved, samples, data_ranks, say)
+    _print_steps(config, resolved, samples, data_ranks, log)
     total_steps = count_steps(resolved.training, samples, data_ranks)
     assert total_steps is not None  # a stream without max_steps was rejected
     return task, total_steps
 
 
-def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Output) -> None:
+def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, log: Output) -> None:
     if (size := original.parallel.sequence) > 1:
-        say.print_always(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
+        log.print_always(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
     warnings = list_step_warnings(resolved, samples, ranks)
-    say.print_always(f"steps: {describe_steps(resolved.training, samples, ranks)}")
+    log.print_always(f"steps: {describe_steps(resolved.training, samples, ranks)}")
     for warning in warnings:
-        say(f"[yellow]warning:[/yellow] {escape(warning)}")
+        log(f"[yellow]warning:[/yellow] {escape(warning)}")
 
 
 def set_up_torch(training: TrainingSection, device: torch.device) -> None:

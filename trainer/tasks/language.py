@@ -43,7 +43,7 @@ from trainer.tasks.answer_metrics import AnswerMetrics
 from trainer.tasks.lm_eval_scores import Scores, TaskScores
 from trainer.tasks.task import Task
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 REPORT_EXAMPLE_COUNT = 3
 """Number of training examples in the HTML report."""
 LOSS_PARAMETERS = {"eaft": "eaft_alpha", "focal": "focal_gamma", "label_smoothing": "label_smoothing"}
@@ -64,11 +64,11 @@ class LanguageTask(Task):
     predicts_time = True
 
     def __init__(
-        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, say: Say
+        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, log: Log
     ) -> None:
         """Set up the task and its sequence group; every `auto` in `config` must be resolved."""
         self._config, self._prepared, self._ranks = config, prepared, ranks
-        self._device, self._precision, self._say = device, precision, say
+        self._device, self._precision, self._log = device, precision, log
         self._sequence = form_sequence_group(ranks, config.parallel.sequence)
         self._tokenizer_files: dict[str, bytes] | None = None
         self._last_answers: dict[str, str] = {}
@@ -132,7 +132,7 @@ class LanguageTask(Task):
         add_embedding_noise(model, training.neftune_noise_alpha)
         parameter = LOSS_PARAMETERS.get(training.loss)
         kind = LossKind(training.loss, getattr(training, parameter) if parameter else 0.0)
-        return TokenLoss(model, fused=fused_head, say=self._say, aux_loss_weight=training.router_aux_loss, kind=kind)
+        return TokenLoss(model, fused=fused_head, log=self._log, aux_loss_weight=training.router_aux_loss, kind=kind)
 
     def check_trainable(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
         """Check that no token attends to a later one or to another packed document; cache image features."""
@@ -147,11 +147,11 @@ class LanguageTask(Task):
             with phase("load"):
                 folder = Path(config.dataset.cache_dir).expanduser()
                 samples = self._prepared.data.train
-                self._images = cache_features(self._images, engine.module, samples, folder, device, self._say)
+                self._images = cache_features(self._images, engine.module, samples, folder, device, self._log)
         for message in describe_separate_documents(engine.module):
-            self._say(message)
+            self._log(message)
         if varlen and not self.flat_packs:
-            self._say("[yellow]warning:[/yellow] packed sequences use a dense mask, so the memory estimate is too low")
+            self._log("[yellow]warning:[/yellow] packed sequences use a dense mask, so the memory estimate is too low")
 
     def check_base(self) -> None:
         check_base_is_finite(self._config.base_model, self._config.model, DTYPES[self._precision])
@@ -241,7 +241,7 @@ class LanguageTask(Task):
             earlier = self._last_answers.get(prompt)
             before = "" if earlier is None else f"\n  before: {escape(earlier.strip())}"
             self._last_answers[prompt] = answer
-            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}{before}")
+            self._log(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}{before}")
             folder.save_answer(prompt, when, answer.strip())
 
     def choose_examples(self, documents: Iterator[Sample]) -> list[tuple[str, Sample]]:

@@ -355,7 +355,7 @@ class PreferenceTask(LanguageTask):
         self._build_image_inputs(model)
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
-        loss = kind(model, settings, fused=fused_head, say=self._say, balance=balance)
+        loss = kind(model, settings, fused=fused_head, log=self._log, balance=balance)
         loss.reference_has_adapter = self._config.lora.adapter_path is not None
         return loss
 
@@ -394,7 +394,7 @@ class PreferenceTask(LanguageTask):
         if reason and requested is True:
             raise UserError(f"preference.share_prompt=true: not possible: {reason}; use auto")
         note = "shared by pairs" + (f", which saves {saved:.1%} of the tokens" if saved else "")
-        self._say(f"prompts: {f'computed separately for each answer, because {reason}' if reason else note}")
+        self._log(f"prompts: {f'computed separately for each answer, because {reason}' if reason else note}")
         return not reason
 
     @torch.no_grad()
@@ -409,5 +409,5 @@ class PreferenceTask(LanguageTask):
             answers = loss.score_reference(engine, batch, self._device).flatten()
             reference[first : first + len(answers)] = answers.double() / self._config.parallel.sequence
         engine.train()
-        self._say(f"reference: log-probabilities of {format_count(len(reference), 'answer')} computed before training")
+        self._log(f"reference: log-probabilities of {format_count(len(reference), 'answer')} computed before training")
         return sum_over_ranks(reference).cpu().numpy()

@@ -173,11 +173,11 @@ def _register_external_weights(model: torch.nn.Module) -> None:
 
 
 @replaces("the parameter fetch of stage 3, to time it")
-def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
+def watch_stragglers(engine: Engine, ranks: Ranks, log: Callable[[str], None]) -> StragglerWatch | None:
     """Return a StragglerWatch that excludes waits for ZeRO-3 all-gathers, or None for a single rank (collective)."""
     if ranks.world_size == 1:
         return None
-    watch = StragglerWatch(ranks, engine.device, say)
+    watch = StragglerWatch(ranks, engine.device, log)
     shards = get_layer_shards(engine.module)
     if shards is not None:
         shards.time_waits(watch.exclude_wait)

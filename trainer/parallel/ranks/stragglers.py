@@ -29,9 +29,9 @@ _Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
 class StragglerWatch:
     """Measures this rank's own work in a window of steps, and compares the ranks."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, say: Callable[[str], None]) -> None:
-        """Exchange the ranks' host names; a collective call. Only rank 0's `say` is called."""
-        self._ranks, self._device, self._say = ranks, device, say
+    def __init__(self, ranks: Ranks, device: torch.device, log: Callable[[str], None]) -> None:
+        """Exchange the ranks' host names; a collective call. Only rank 0's `log` is called."""
+        self._ranks, self._device, self._log = ranks, device, log
         self._spans: list[_Span] = []
         self._seconds = 0.0
         self._is_own = False
@@ -84,7 +84,7 @@ class StragglerWatch:
             is_slow = own > SLOW_FACTOR * others and own - others > MIN_DIFFERENCE_S
             self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if is_slow else 0
             if self._slow_in_a_row[rank] == MIN_SLOW_WINDOWS:
-                self._say(
+                self._log(
                     f"[yellow]warning:[/yellow] step {step}: rank {rank} on {self._hosts[rank]} is slow: its own work "
                     f"takes {own * 1e3:.1f} ms per step, the others' work {others * 1e3:.1f} ms; all ranks wait for it"
                 )

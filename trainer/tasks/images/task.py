@@ -27,7 +27,7 @@ from trainer.tasks.images.objective import NoiseLoss, Objective
 from trainer.tasks.images.pipeline import Pipeline, read_pipeline, resolve_single_file_pipeline
 from trainer.tasks.task import Task
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class ImageTask(Task):
@@ -46,10 +46,10 @@ class ImageTask(Task):
     }
 
     def __init__(
-        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, say: Say
+        self, config: RunConfig, prepared: PreparedRun, ranks: Ranks, device: torch.device, precision: str, log: Log
     ) -> None:
         """Set up the task; every `auto` in `config` must be resolved."""
-        self._config, self._ranks, self._device, self._say = config, ranks, device, say
+        self._config, self._ranks, self._device, self._log = config, ranks, device, log
         self._dtype, self.sample_every = DTYPES[precision], config.image.sample_every or 0
         self._pipeline: Pipeline = prepared.model_config
         self._data: PreparedImages = prepared.data
@@ -116,7 +116,7 @@ class ImageTask(Task):
         )
         for prompt, image in zip(prompts, images, strict=True):
             folder.save_image(prompt, when, step, image)
-        self._say(f"sample images, step {step}: {len(images)} in samples/")
+        self._log(f"sample images, step {step}: {len(images)} in samples/")
 
     def prepare_companion_files(self) -> Callable[[Path], None]:
         return write_for_diffusers

@@ -27,7 +27,7 @@ MIN_TEXTS, MAX_GROUPS, NEIGHBORS = 64, 8, 8
 
 def build_scu_controller(
     config: RunConfig, prepared: PreparedRun, ranks: Ranks, engine: Engine, loss: object, *, flat: bool,
-    total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, say: Callable[[str], None],
+    total_steps: int, step: int, restored: dict[str, Any] | None, run_dir: Path, log: Callable[[str], None],
 ) -> tuple[ScuController, list[str]]:  # fmt: skip
     """Return the controller, as of optimizer step `step` of `total_steps`, and warnings; a collective call.
 
@@ -37,8 +37,8 @@ def build_scu_controller(
     assert isinstance(loss, TokenLoss), "the SCU is only for language models"
     divergence = None
     if config.scu.measure == "kl":
-        divergence = build_divergence(config, prepared, ranks, engine, loss, flat, total_steps, say)
-    steering = ScuController(
+        divergence = build_divergence(config, prepared, ranks, engine, loss, flat, total_steps, log)
+    scu_controller = ScuController(
         config.scu,
         engine.module,
         target_tokens=prepared.data.stats.target_tokens,
@@ -47,21 +47,25 @@ def build_scu_controller(
         divergence=divergence,
     )
     if restored:
-        return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
-    return steering, ["scu.enabled=true: the checkpoint has no controller state; lambda starts over"] if step else []
+        return scu_controller, scu_controller.load_state_dict(restored, step=step, run_dir=run_dir)
+    return scu_controller, [
+        "scu.enabled=true: the checkpoint has no controller state; lambda starts over"
+    ] if step else []
 
 
 def list_target_warnings(
-    steering: ScuController, data_bpt: float, schedule: Any, config: RunConfig, total_steps: int, step: int
+    scu_controller: ScuController, data_bpt: float, schedule: Any, config: RunConfig, total_steps: int, step: int
 ) -> list[str]:
     """Return `check_target`'s warnings for the planned learning rates; `data_bpt` is the loss before `step`."""
     ratio = config.lora.loraplus_lr_ratio or 1.0
-    return steering.check_target(data_bpt, compute_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0)
+    return scu_controller.check_target(
+        data_bpt, compute_rates(schedule, total_steps)[step:], b_ratio=ratio, resumes=step > 0
+    )
 
 
 def build_divergence(
     config: RunConfig, prepared: PreparedRun, ranks: Ranks, engine: Engine, token_loss: TokenLoss, flat: bool,
-    total_steps: int, say: Callable[[str], None],
+    total_steps: int, log: Callable[[str], None],
 ) -> Divergence:  # fmt: skip
     """Build the measurement of K on the documents of scu.reference; a collective call."""
     training, scu = config.training, config.scu
@@ -84,9 +88,9 @@ def build_divergence(
         packed=config.dataset.packing,
         flat=flat,
     )
-    say(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
+    log(f"scu: {reference.rows} of {len(texts):,} reference texts per rank and step, {escape(str(scu.reference))}")
     if should_scale and not held_out:
-        say(f"scu.scale_to_target: not applied, because it needs at least {MIN_TEXTS} reference texts")
+        log(f"scu.scale_to_target: not applied, because it needs at least {MIN_TEXTS} reference texts")
     states, visits = None, total_steps * reference.rows
     base = engine.module.get_base_model()
     width = base.config.get_text_config().hidden_size * base.dtype.itemsize
@@ -97,7 +101,7 @@ def build_divergence(
         status = "not cached: this head needs full logits"
         if states:
             status = f"cached on the host, {size / 2**20:,.0f} MiB per rank: steps skip the base model's forward pass"
-        say(f"scu: the base model's hidden states are {status}")
+        log(f"scu: the base model's hidden states are {status}")
     divergence = Divergence(engine, token_loss, reference, base_states=states)
     if held_out:
         others = [prepared.reference[number] for number in sorted(held_out)]
@@ -107,9 +111,13 @@ def build_divergence(
 
 
 @phase("steer")
-def scale_adapter_to_target(steering: ScuController | None, model: Any, say: Callable[[str], None]) -> float:
+def scale_adapter_to_target(scu_controller: ScuController | None, model: Any, log: Callable[[str], None]) -> float:
     """Scale the adapter in memory to meet the `kl` target on held-out text; return the factor. A collective call."""
-    if steering is None or steering.divergence is None or (held_out := steering.divergence.held_out) is None:
+    if (
+        scu_controller is None
+        or scu_controller.divergence is None
+        or (held_out := scu_controller.divergence.held_out) is None
+    ):
         return 1.0
 
     def measure_kl_bits(factor: float) -> float:
@@ -117,10 +125,10 @@ def scale_adapter_to_target(steering: ScuController | None, model: Any, say: Cal
             return held_out.measure_all()
 
     model.eval()
-    fitted = find_scale(measure_kl_bits, steering.law.target, len(held_out.reference.documents))
-    steering.fitted = asdict(fitted)
+    fitted = find_scale(measure_kl_bits, scu_controller.law.target, len(held_out.reference.documents))
+    scu_controller.fitted = asdict(fitted)
     scale_adapter(model, fitted.factor)
-    say(fitted.format_summary(steering.law.target))
+    log(fitted.format_summary(scu_controller.law.target))
     return fitted.factor
 
 
