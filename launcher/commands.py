@@ -187,7 +187,6 @@ for _name, _row in MODULES.items():
 
 
 def build_command() -> Any:
-    """Return the Click command; its help groups the subcommands and omits the types of flags and arguments."""
     command: Any = typer.main.get_command(app)
     command.commands = {name: command.commands[name] for names in GROUPS.values() for name in names}
     for group, names in GROUPS.items():

@@ -185,7 +185,6 @@ def _format_scalar(text: str) -> str:
 
 
 def _build_file_name(name: str) -> str:
-    """Return a file name for a model or file: `qwen2.5-7b-instruct` for `Qwen/Qwen2.5-7B-Instruct`."""
     return re.sub(r"[^\w.-]+", "-", name.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
 
 

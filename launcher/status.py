@@ -95,7 +95,6 @@ def read_job(job_id: str) -> list[dict[str, str]]:
 
 
 def find_run_dir(job: Mapping[str, str]) -> Path | None:
-    """Return the run's folder from the job's comment, or None."""
     comment = job.get("Comment", "")
     return Path(comment.removeprefix(COMMENT_PREFIX)) if comment.startswith(COMMENT_PREFIX) else None
 
@@ -195,7 +194,6 @@ def _read_metrics(path: Path) -> list[Record]:
 
 
 def _compute_total_steps(run: Path, last: Record) -> int | None:
-    """Return the run's total number of steps, from its settings or the epochs completed; None if unknown."""
     settings, epochs_done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
     with suppress(FileNotFoundError, UnreadableFileError):
         steps: int | None = read_value(settings, "training.max_steps", Count | None)

@@ -253,6 +253,5 @@ def load_run_configs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -
 
 
 def _build_folder_name(settings: Sequence[str]) -> str:
-    """Return a folder name such as `learning_rate=1e-4,r=8`."""
     parts = [setting.partition("=") for setting in settings]
     return ",".join(f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, _, value in parts)

@@ -91,5 +91,4 @@ grouped_group = build_dequantizing_group(
 
 
 def grouped_linear(x: Tensor, packed: Tensor, layout: GroupedLayout, bias: Tensor | None) -> Tensor:
-    """Compute y = x W^T + bias for a frozen weight without an adapter."""
     return frozen_linear(x, partial(GroupedLayout.dequantize, layout), (packed,), bias)

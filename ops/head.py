@@ -56,7 +56,6 @@ class LossKind:
 
     @property
     def smoothing(self) -> float:
-        """Fraction of the target's weight that is distributed over the vocabulary."""
         return self.parameter if self.name == "label_smoothing" else 0.0
 
     def summarize_logits(self, logits_CV: Tensor, targets: Tensor) -> Tensor | None:

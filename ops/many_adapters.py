@@ -139,7 +139,6 @@ class _AddAdapters(torch.autograd.Function):
 def _list_layer_factors(
     bundles: Sequence[Bundle], factors: Sequence[Tensor]
 ) -> list[tuple[Bundle, int, float, Tensor, Tensor]]:
-    """Return (bundle, layer, scale, A, B) for each layer of each bundle."""
     pairs = [
         (bundle, layer, scale) for bundle in bundles for layer, scale in zip(bundle.layers, bundle.scales, strict=True)
     ]

@@ -63,7 +63,6 @@ class BuildIdentity:
 
 
 def read_record(folder: Path) -> BuildIdentity | None:
-    """Return the record of the build in a folder; None if it is missing or invalid."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return BuildIdentity(**record | {"architectures": tuple(record["architectures"])})

@@ -136,6 +136,5 @@ def frozen_linear(x: Tensor, dense: Callable[..., Tensor], stored: Sequence[Tens
 
 
 def scaled_linear(x: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tensor:
-    """Compute y = x W^T + bias for a frozen weight without an adapter."""
     dense = partial(reference.dequantize_blocks, block=weight.block)
     return frozen_linear(x, dense, (weight.values, weight.scales), bias)

@@ -88,7 +88,6 @@ class Loop:
 
     @property
     def should_continue(self) -> bool:
-        """Whether steps remain, and neither early stopping nor a signal has ended the run."""
         return not self.is_done and not self._stop
 
     def after_step(self) -> None:
@@ -109,7 +108,6 @@ class Loop:
         self._save(at_the_end=True)
 
     def save_and_raise(self, error: UserError) -> NoReturn:
-        """Save a checkpoint, then raise `error` with instructions to resume."""
         # If one rank runs out of memory, the other ranks are still inside the step and cannot save.
         if error.exit_code != UserError.exit_code or not self.position.step:
             raise error

@@ -44,7 +44,6 @@ TEST_FILE_BYTES = 2**20
 
 
 def check_packages() -> Iterator[CheckResult]:
-    """Check Python and every dependency in pyproject.toml against the versions known to work."""
     version = ".".join(map(str, sys.version_info[:3]))
     state: CheckState = "OK" if sys.version_info >= (3, 11) else "FAIL"
     yield CheckResult("python", state, f"{version} at {sys.executable}", "install 3.11" * (state == "FAIL"))
@@ -156,7 +155,6 @@ def check_folders(config: RunConfig | None, needed_bytes: Mapping[str, int]) -> 
 
 
 def check_space(name: str, folder: Path, needed_gib: float) -> CheckResult:
-    """Check that a folder's file system has enough free space, and that files can be written there."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
     description = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")

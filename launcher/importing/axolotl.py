@@ -254,7 +254,6 @@ def read_shared_key(t: Translation, name: str) -> tuple[Any, str]:
 
 
 def translate_chat_template(t: Translation) -> None:
-    """Set the chat template, which must be the same for all sources."""
     common.set_thinking(t)
     jinja, jinja_location = read_shared_key(t, "chat_template_jinja")
     name, name_location = read_shared_key(t, "chat_template")
@@ -268,7 +267,6 @@ def translate_chat_template(t: Translation) -> None:
 
 
 def translate_roles(t: Translation) -> None:
-    """Set the roles to train on, which must be the same for all sources."""
     roles, location = read_shared_key(t, "roles_to_train")
     if roles and not t.get("train_on_inputs"):
         trained = dict.fromkeys({"gpt": "assistant", "human": "user"}.get(role, role) for role in split_names(roles))

@@ -137,7 +137,6 @@ def _format_remarks(foreign: ForeignConfig, head: str, remarks: list[tuple[str, 
 
 
 def _describe_origin(foreign: ForeignConfig, names: tuple[str, ...]) -> str:
-    """Return where a remark comes from, such as `line 12, sequence_len`."""
     line = foreign.find_line(names[0])
     return f"line {line}, {', '.join(names)}" if line else ", ".join(names)
 

@@ -73,7 +73,6 @@ def set_preference(t: Translation, losses: Mapping[str, float] | None, max_lengt
 
 
 def check_model(t: Translation, name: str) -> None:
-    """Require a model, and reject it if its name contains an unsupported quantization format."""
     t.require(name, "set it to a model")
     model = str(t.get(name, ""))
     if match := re.search(r"(?<![A-Za-z])(AQLM|EETQ|HQQ)(?![A-Za-z])", model, re.IGNORECASE):
@@ -174,7 +173,6 @@ def set_experts(t: Translation) -> None:
 
 
 def set_interval(t: Translation, kind: Literal["save", "eval"], default: Interval | None) -> None:
-    """Set how often a run saves or evaluates: in steps, as a fraction of all steps, or per epoch."""
     strategy = t.get_first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
     steps, per_epoch = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
     for key in (f"{kind}_steps", f"{kind}s_per_epoch"):

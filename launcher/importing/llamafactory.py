@@ -88,7 +88,6 @@ def set_losses(t: Translation, name: str) -> None:
 
 
 def read_v1_sources(t: Translation) -> list[dict[str, Any]]:
-    """Return the sources in the YAML file that `train_dataset` names."""
     path = str(t.get("train_dataset", ""))
     entries = common.read_file(t, "train_dataset", path, V1_SOURCES) if path.endswith((".yaml", ".yml")) else None
     if entries is None:

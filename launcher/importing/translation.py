@@ -78,7 +78,6 @@ Table = Mapping[str, KeyMapping]
 
 @cache
 def read_tables() -> dict[str, Any]:
-    """Return the content of tables.yaml; the file describes its format."""
     return dict(read_table(Path(__file__).with_name("tables.yaml")))
 
 
@@ -201,7 +200,6 @@ class Translation:
         return next((self._values[name] for name in names if name in self._values), None)
 
     def get_setting(self, setting: str) -> Any:
-        """Return the current value of one of our settings; None if it is not set."""
         return self.settings[setting].value if setting in self.settings else None
 
     def put(self, setting: str, value: Any, *names: str) -> None:

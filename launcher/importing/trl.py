@@ -77,7 +77,6 @@ def read_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(foreign: ForeignConfig) -> Translation:
-    """Translate the arguments of TRL's sft.py, dpo.py, kto.py and reward.py."""
     script = detect_script(foreign)
     t = Translation(foreign, SCRIPTS.get(script, KEYS))
     common.check_model(t, "model_name_or_path")
@@ -164,7 +163,6 @@ def read_source(t: Translation, entry: dict[str, Any], location: str) -> dict[st
 
 
 def translate_accelerate(t: Translation) -> None:
-    """Set the ZeRO stage from accelerate's options or configuration file, or TRL's `--accelerate_config`."""
     launcher = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "zero_stage": "DEEPSPEED"}
     names = ("accelerate_config", "config_file", "zero_stage", "use_deepspeed", "use_fsdp")
     name = next((name for name in names if t.get(name) is not None and t.get(name) is not False), None)

@@ -175,7 +175,6 @@ def decode_exit_code(code: int) -> int:
 
 
 def describe_status(status: int) -> str:
-    """Describe an exit status in words, with the likely cause of a crash."""
     if status == 0:
         return "exited without reporting that every rank succeeded"
     if -status not in {member.value for member in signal.Signals}:

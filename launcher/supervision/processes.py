@@ -80,7 +80,6 @@ def _list_session_members(leader_pids: Collection[int]) -> list[psutil.Process]:
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Return whether SIGSTOP or a debugger has stopped the process."""
     try:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:

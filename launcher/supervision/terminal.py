@@ -89,7 +89,6 @@ def log(message: str) -> None:
 
 
 def print_progress(line: str) -> None:
-    """Print a launcher progress line to stdout, where rank 0 also prints."""
     with suppress(OSError):
         _clear_line()
         sys.stdout.flush()

@@ -57,7 +57,6 @@ class Command:
         return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.manual_argv or self.argv)])
 
     def build_environment(self) -> dict[str, str]:
-        """Return this process's environment with the command's changes."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
         return inherited | SAFE_PATH_VARIABLES | dict(self.set_variables)
 

@@ -137,7 +137,6 @@ def _is_responding(node: str) -> bool:
 
 
 def _expand_node_list(node_list: str) -> list[str]:
-    """Return the nodes of a SLURM node list, such as `gpu[003-006,9]`."""
     try:
         command = ["scontrol", "show", "hostnames", node_list]
         listing = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -288,7 +288,7 @@ def test_odd_prompts_are_answered_and_one_that_is_too_long_alone_is_not(
     assert generate.main([str(run_dir), "--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "2"]) == 2
     captured = capsys.readouterr()
     assert captured.out.count("> ") == 3 and "> over under\n" in captured.out
-    assert "context is 256" in captured.err and "error: 1 prompt was not answered" in captured.err
+    assert "context holds 256" in captured.err and "error: 1 prompt was not answered" in captured.err
 
 
 FORMS = {

@@ -45,7 +45,7 @@ def test_validate_describes_the_run_and_writes_nothing(config: Path, capsys: pyt
     share = f"{adapter:,} parameters ({adapter / (model + adapter):.2%} of all): "
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
-    assert lines["steps"] == ("4 (2 an epoch), 12 samples per step: batch_size 3 x accumulation 2 x 2 ranks")
+    assert lines["steps"] == ("4 (2 per epoch), 12 samples per step: batch_size 3 x accumulation 2 x 2 ranks")
     assert lines["warning"].startswith("4 optimizer steps in total, the first one with a learning rate of 0 (18 s")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
@@ -56,7 +56,9 @@ def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_tab
 ) -> None:
     longer = [str(config), "dataset.max_length=512"]
     assert validate.main(longer) == 0
-    said = "warning: dataset.max_length=512: the model's context is 256 tokens; adapters may learn little from longer"
+    said = (
+        "warning: dataset.max_length=512: the model's context holds 256 tokens; adapters may learn little from longer"
+    )
     assert said in capsys.readouterr().out
     assert validate.main([*longer, "model.rope_scaling={type: yarn, factor: 4}"]) == 0
     assert "the model's context is" not in capsys.readouterr().out
@@ -129,7 +131,7 @@ def test_validate_during_a_run_reports_what_training_would_need(
         ("training.batch_size=auto", "steps: 2 epochs of 18 samples; batch_size is chosen when training starts"),
         (
             "training.global_batch_size=12",
-            "steps: 4 (2 an epoch), 12 samples per step: batch_size 3 x accumulation 2 x 2 ranks",
+            "steps: 4 (2 per epoch), 12 samples per step: batch_size 3 x accumulation 2 x 2 ranks",
         ),
         ("adapter=none", "adapter: none, all weights are trained"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above the usual rates of AdamW"),

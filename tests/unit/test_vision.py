@@ -390,7 +390,7 @@ def test_a_run_is_asked_about_an_image_evaluated_and_merged(
     assert merge.main([str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
     merged = AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     AutoImageProcessor.from_pretrained(tmp_path / "merged")
-    prepared = prepare(config, to_train=False)
+    prepared = prepare(config, for_training=False)
     assert prepared.images is not None
     text = prepared.tokenizer.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which colour"}]}],
@@ -447,7 +447,7 @@ def test_pairs_of_answers_about_images_are_compared_as_by_hand(family: str, root
         (tmp_path / "base.yaml").write_text((root / "run.yaml").read_text())
         train_run(tmp_path, logging__report_to="none", logging__run_name=name)
         found[name] = recorded(tmp_path / name)
-    prepared = prepare(config, to_train=False)
+    prepared = prepare(config, for_training=False)
     model = load_base_model(config.base_model, config.model, dtype=torch.float32, device=CPU, attention="sdpa")
     means = []
     for sample in prepared.data.train:

@@ -72,7 +72,6 @@ def _find_external_code(folder: Path) -> dict[str, Path]:
 
 
 def _hash_denoiser(folder: Path) -> dict[str, str]:
-    """Return hashes of the config and weights of an image pipeline's denoiser."""
     denoiser = next((folder / name for name in ("unet", "transformer") if (folder / name).is_dir()), folder)
     hashes, config = {}, denoiser / "config.json"
     if config.is_file():

@@ -165,7 +165,6 @@ def _write_checksums(marker: Path, checksums: dict[str, tuple[str, int]]) -> Non
 
 
 def _parse_checksums(marker: bytes) -> dict[str, tuple[str, int]] | None:
-    """Return the checksum and size by file name; None if the marker is damaged."""
     lines, digest_line = marker[:-33], marker[-33:]
     if digest_line != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():
         return None

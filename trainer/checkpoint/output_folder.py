@@ -32,11 +32,11 @@ Result = TypeVar("Result")
 def check_inputs_and_output(config: RunConfig, *, for_training: bool = True) -> None:
     """Raise UserError if the output folder cannot be used, or the model, template or data do not exist.
 
-    With `to_train=False` the output folder may already contain a run, or lack a checkpoint to resume from.
+    With `for_training=False` the output folder may already contain a run, or lack a checkpoint to resume from.
     """
     check_output_folder(config)
     for run in config.runs:
-        prefix_errors(check_inputs_and_output, run, to_train=for_training)
+        prefix_errors(check_inputs_and_output, run, for_training=for_training)
     if config.runs:
         has_checkpoint = any(list_checkpoints(Path(run.output_dir)) for run in config.runs)
         if for_training and config.training.resume_from_checkpoint == "latest" and not has_checkpoint:
@@ -122,7 +122,6 @@ def _find_conflict(config: RunConfig) -> str | None:
 
 
 def _describe_move_problem(folder: Path) -> str | None:
-    """Return why the content cannot be moved to a sibling folder; None if it can."""
     real = folder.resolve()
     if os.path.ismount(real):
         return "output.overwrite cannot move a run out of a mount point; use a subfolder of it"

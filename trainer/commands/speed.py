@@ -65,7 +65,6 @@ def resolve_network_bandwidth(planner: Planner, arguments: argparse.Namespace) -
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """Parse a quantity such as `50GB/s` with one of `units`; return None if it is invalid."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
     unit = units.get(match[2].upper()) if match else None
     return None if match is None or unit is None else float(match[1]) * unit

@@ -101,7 +101,7 @@ def choose_settings(request: TailorRequest) -> tuple[Settings, list[str]]:
         "dataset.path": (request.data, ""),
     }
     longest = {"dataset.max_length": (min(context or MAX_READ_LENGTH, MAX_READ_LENGTH), "")}
-    prepared = prepare(_build_config(settings | longest), to_train=False)
+    prepared = prepare(_build_config(settings | longest), for_training=False)
     profile = _build_profile(prepared, context)
     documents = len(profile.tokens)
     warnings = _choose_adapter(settings, profile)

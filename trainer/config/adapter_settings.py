@@ -58,7 +58,6 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
 
 
 def list_fully_trained_modules(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the modules that the adapter trains and saves in full."""
     configured = config.lora.modules_to_save + (PROJECTORS if config.lora.image_parts == "projector" else ())
     return configured or tuple(read_initial_adapter_settings(config).get("modules_to_save") or ())
 

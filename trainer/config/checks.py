@@ -51,7 +51,6 @@ def check_combinations(config: RunConfig) -> None:
 
 
 def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each invalid combination of settings."""
     for index, run in enumerate(config.runs):
         names = {name for name, _ in flatten_entry(config.adapters[index])}
         for mistake in (*_apply_rules("together", run), *find_invalid_combinations(run)):
@@ -93,7 +92,6 @@ def flatten_entry(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _find_unequal_layouts(config: RunConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each batch layout setting that differs between adapters."""
     for index, run in enumerate(config.runs):
         for name in ("dataset.packing", "training.gradient_accumulation_steps"):
             if (value := _read_value(run, name)) != (first := _read_value(config.runs[0], name)):
@@ -125,7 +123,6 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
 
 
 def _read_value(config: RunConfig, name: str) -> Any:
-    """Return the value of a setting or of a name in DERIVED_VALUES."""
     if name in DERIVED_VALUES:
         return DERIVED_VALUES[name](config)
     value: Any = config
@@ -233,7 +230,6 @@ def _check_scu(config: RunConfig) -> Iterator[Mistake]:
 
 
 def describe_unusual_settings(config: RunConfig) -> list[str]:
-    """Return a warning for each valid setting that has an unusual value or no effect."""
     if config.runs:
         entries = zip(config.adapters, config.runs, strict=True)
         return [f"{entry['name']}: {warning}" for entry, run in entries for warning in describe_unusual_settings(run)]

@@ -60,7 +60,6 @@ def _parse_typed(annotation: Any, name: str, value: str) -> Any:
 
 
 def parse_positive_int(text: str) -> int:
-    """Parse an integer of at least 1, as the `type` of an argparse argument."""
     try:
         value = int(text)
     except ValueError:
@@ -71,7 +70,6 @@ def parse_positive_int(text: str) -> int:
 
 
 def parse_port_number(text: str) -> int:
-    """Parse a port number, as the `type` of an argparse argument."""
     if not text.isdecimal() or not 1 <= int(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
     return int(text)
@@ -116,7 +114,6 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*", metavar="key=value", help="settings to override")
 
     def format_help(self) -> str:
-        """Format the help in boxes, as Typer does for the launcher's commands."""
         from rich.console import Console
         from rich.padding import Padding
         from rich.panel import Panel

@@ -101,7 +101,6 @@ def describe_first_error(error: ValidationError) -> str:
 
 
 def describe_problem(error: ErrorDetails) -> str:
-    """Describe a pydantic error in terms of the values that the setting accepts."""
     if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
         return f"must be a string, not a {'list' if isinstance(error['input'], list) else 'mapping'}"
     if error["type"] == "string_type" and isinstance(error["input"], bool):
@@ -117,7 +116,6 @@ def describe_problem(error: ErrorDetails) -> str:
 
 
 def find_nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """Return the known name closest to a mistyped one, or None if none is similar enough."""
     candidates = list(known)
     by_case = {candidate.lower(): candidate for candidate in candidates}
     matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=cutoff)

@@ -98,7 +98,6 @@ def read_json(path: Path, type_: Any = dict[str, Any], max_bytes: int = MAX_TEXT
 
 
 def read_json_or_default(path: Path, type_: Any, default: Any = None) -> Any:
-    """Return the JSON value in a file, or `default` if the file is missing or unusable."""
     try:
         return read_json(path, type_)
     except (FileNotFoundError, UnreadableFileError):

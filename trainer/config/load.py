@@ -105,5 +105,4 @@ def recognize_trainer(tree: Mapping[Any, Any], *, min_names: int = 2) -> str | N
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Format a configuration as YAML that `load_config` reads back as an equal configuration."""
     return dump(config.model_dump(mode="json"))

@@ -17,7 +17,6 @@ _NUMBER_ERROR_TYPES = ("int_type", "int_parsing", "int_from_float", "float_type"
 
 
 def describe_errors(error: ValidationError) -> list[Mistake]:
-    """Return a mistake for each invalid setting, unknown settings first."""
     entries = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
     alternatives: dict[tuple[str, ...], list[ErrorDetails]] = {}  # pydantic reports each alternative of a union
     for entry in entries:
@@ -92,7 +91,6 @@ def suggest_override(option: str) -> str | None:
 
 
 def list_setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Return the dotted names of all settings, in order of declaration."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         inner = field.annotation
@@ -104,7 +102,6 @@ def list_setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -
 
 
 def find_section(path: Sequence[str]) -> type[BaseModel] | None:
-    """Return the section at a path, including in lists and optional sections; None if the path is not a section."""
     return _follow_location(path)[1]
 
 

@@ -55,12 +55,10 @@ class Mistakes:
         self._entries.setdefault(name, ((0, self._positions.get(name, 0)), mistake))
 
     def add_line_error(self, line: int, message: str) -> None:
-        """Add an error message about a line in the file."""
         positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
         self._entries.setdefault(message, ((0, max(positions, default=0)), message))
 
     def add_override_error(self, text: str, message: str) -> None:
-        """Add an error message for an override that cannot be parsed."""
         self._entries.setdefault(text, ((2, len(self._overridden)), message))
 
     def add_validation_errors(self, error: ValidationError) -> None:
@@ -126,7 +124,6 @@ class Mistakes:
         return self._locate(dotted)[0][0] == 2
 
     def count_in_file(self) -> int:
-        """Return the number of mistakes that are not on the command line."""
         return sum(order[0] < 2 for order, _ in self._entries.values())
 
     def list_sorted(self) -> list[Mistake | str]:

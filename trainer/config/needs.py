@@ -43,7 +43,6 @@ class Needs:
 
     @property
     def requires_unset_switch(self) -> bool:
-        """Whether the switch must be unset."""
         return self.values in ((None,), ((),))
 
     def describe_reason(self, config: BaseModel) -> str:
@@ -55,7 +54,6 @@ class Needs:
         return f"{names[0]} is {state}"
 
     def format_condition(self) -> str:
-        """Format the switch and its required values as in YAML."""
         names = self.switch.split()
         return f"{names[0]}: {join_choices(map(to_text, self.values))}" if self.values else " or ".join(names)
 

@@ -50,13 +50,11 @@ def is_remote(text: str) -> bool:
 
 
 def get_local_copy(url: str) -> Path:
-    """Return the path of a URL's local copy in the cache."""
     scheme, _, rest = url.partition("://")
     return _get_cache_folder().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
 
 
 def get_remote_url(path: Path) -> str | None:
-    """Return the object-store URL for the path of a local copy; None for any other path."""
     path = path.absolute()
     if not path.is_relative_to(_get_cache_folder()):
         return None

@@ -19,7 +19,6 @@ NAMES = {str: "string", int: "integer", float: "number", bool: "true | false", N
 
 
 def format_reference(width: int = 100) -> str:
-    """Format every setting: dotted name, type and range, default, meaning, and names in other trainers."""
     return "\n".join(_format_section(RunConfig, "", max(60, min(width, 120))))
 
 

@@ -37,12 +37,10 @@ def list_choices(annotation: Any) -> frozenset[str]:
 
 
 def is_text(annotation: Any) -> bool:
-    """Return whether a setting accepts any string."""
     return str in list_accepted_types(annotation) <= {str, NoneType}
 
 
 def is_null(annotation: Any, value: str) -> bool:
-    """Return whether a string means null for a setting of this type."""
     return NoneType in list_accepted_types(annotation) and value.strip().lower() in _NULL
 
 

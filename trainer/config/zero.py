@@ -61,7 +61,6 @@ def resolve_engine_zero(config: RunConfig) -> ZeroSection:
 
 
 def describe_layer_gather_problem(config: RunConfig) -> str | None:
-    """Return why the base model of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
         return "per-layer gathering needs frozen weights, but all weights are trained"
     if config.lora.dora or read_initial_adapter_settings(config).get("use_dora"):

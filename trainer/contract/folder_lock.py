@@ -239,7 +239,6 @@ class _HolderMonitor:
         self._changed_at = 0.0
 
     def is_alive(self, lock: LockRecord) -> bool | None:
-        """Return whether a holder is alive; None while this is unknown."""
         if (alive := lock.is_alive()) is not None:
             return alive
         now, state = time.monotonic(), (lock.token, lock.beat)
@@ -271,7 +270,6 @@ def _build_lost_error(run_dir: Path, lock: LockRecord | None) -> FolderLostError
 
 
 def _create_lock_file(path: Path, lock: LockRecord) -> bool:
-    """Create the file and its folder; return False if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x", encoding="utf-8") as file:

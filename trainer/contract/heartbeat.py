@@ -93,7 +93,6 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, line: bytes) -> "Heartbeat | None":
-        """Parse the result of `encode`; return None if it is incomplete or damaged."""
         try:
             return parse_json(line, Path("heartbeat"), cls)
         except UnreadableFileError:
@@ -110,7 +109,6 @@ class HangReport:
 
 
 def read_hang_report(logs: Path) -> HangReport | None:
-    """Return the hang report that the ranks wrote; None if it is missing or unreadable."""
     return read_json_or_default(logs / HANG_FILE, HangReport)
 
 
@@ -206,7 +204,6 @@ class HeartbeatFolder:
         return {rank: beat for rank, beat in read_heartbeats(self._logs).items() if rank < self._world_size}
 
     def read_report(self) -> HangReport | None:
-        """Return this run's hang report; None if no rank has written one."""
         return read_hang_report(self._logs) if self._has_hang_report() else None
 
     def _has_hang_report(self) -> bool:

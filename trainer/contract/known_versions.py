@@ -48,13 +48,11 @@ def describe_untested() -> list[str]:
 
 
 def build_version_warning() -> str | None:
-    """Return a warning if any version is untested; None if all are tested."""
     lines = describe_untested()
     return f"not tested with {'; '.join(lines)}; install the versions in constraints.txt" if lines else None
 
 
 def build_api_error(library: str, problem: str) -> UserError:
-    """Return the error to raise if a library's private API has changed."""
     release, tested = get_release(library), TESTED_VERSIONS[library][-1]
     fix = f"install {library}=={tested}, the tested version"
     if release == tested:  # caused by this model or setting
@@ -104,7 +102,6 @@ def patch_objects(*changes: tuple[object, str, Any]) -> Iterator[None]:
 
 
 def get_installed_version(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed, as in a checkout without `pip install`."""
     try:
         return version(package)
     except PackageNotFoundError:

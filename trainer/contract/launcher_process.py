@@ -51,13 +51,11 @@ class ProcessIdentity:
 
     @classmethod
     def read(cls, pid: int) -> "ProcessIdentity | None":
-        """Return the identity of a process on this host; None if it has exited."""
         fields = read_stat(pid)
         return None if fields is None else cls(_read_kernel_id(), pid, fields[19])
 
     @classmethod
     def parse(cls, text: str) -> "ProcessIdentity | None":
-        """Parse the result of `str`; return None for any other string."""
         words = text.split("/")
         return cls(words[0], int(words[1]), words[2]) if len(words) == 3 and words[1].isdigit() else None
 
@@ -124,7 +122,6 @@ class LauncherWatch:
         self._timeout_s, self._file = timeout_s, logs / ALIVE_FILE
 
     def describe_lost_launcher(self) -> str | None:
-        """Describe the lost launcher process or connection; return None if neither is lost."""
         launcher, starter = self._launcher, self._starter
         if launcher is not None and launcher.is_alive() is False:
             return f"the zerolora process {launcher.pid}, which started this one, has exited"

@@ -54,7 +54,6 @@ def check_settings_file(path: Path, label: str, *, force: bool) -> None:
 
 
 def describe_disk_error(error: BaseException) -> str | None:
-    """Return the operating system's message for a disk error; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _RUST_OS_ERROR.search(str(error))):
         number = int(match[1])

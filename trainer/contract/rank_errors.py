@@ -39,7 +39,6 @@ class RankErrorRecord:
 
 
 def read_errors(logs: Path) -> dict[int, RankErrorRecord]:
-    """Return the error of each rank that has written one, ignoring damaged files."""
     errors: list[RankErrorRecord | None] = [
         read_json_or_default(path, RankErrorRecord) for path in logs.glob("error-*.json")
     ]

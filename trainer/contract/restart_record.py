@@ -102,7 +102,6 @@ def apply_recorded_changes(run_dir: Path, entries: Sequence[dict[str, Any]]) -> 
 
 
 def read_restarts(run_dir: Path) -> list[Restart]:
-    """Return the restarts of a run in order; an empty list if the record cannot be read."""
     return read_json_or_default(run_dir / "logs" / _RESTARTS_FILE, list[Restart], [])
 
 

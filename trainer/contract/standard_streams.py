@@ -50,7 +50,6 @@ class _ForgivingFile(io.FileIO):
 
 
 def open_forgiving_stream(descriptor: int, errors: str = "replace") -> TextIO:
-    """Return a line-buffered text stream that ignores write errors."""
     raw = io.BufferedWriter(_ForgivingFile(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
 

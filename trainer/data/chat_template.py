@@ -148,7 +148,6 @@ class ChatTemplate:
             return self.render_marked(numbered, [_TOOL], **extra_variables)
 
     def _detect_list_content_roles(self) -> None:
-        """Detect the roles for which the template only accepts content as a list of parts."""
         try:
             texts = self._probe(_QUESTION, _ANSWER).texts
             missing = {role for turn, role in enumerate(("user", "assistant")) if turn not in texts}
@@ -232,7 +231,6 @@ class ChatTemplate:
 
     @cached_property
     def writes_parallel_calls(self) -> bool:
-        """Whether the template renders all tool calls of a turn, not only the first."""
         first, name = _CALL["tool_calls"][0], "zerolora_second"
         second = {**first, "id": "call00001", "function": {**first["function"], "name": name}}
         try:
@@ -300,12 +298,10 @@ class ChatTemplate:
         return (token, begin + len(token)) if token and token != self._tokenizer.bos_token else ("", position)
 
     def _match_token_before(self, text: str, start: int, end: int) -> str:
-        """Return the longest added token that ends at `end`, or ""."""
         lengths = (n for n in self._added_lengths if n <= end - start)
         return next((text[end - n : end] for n in lengths if text[end - n : end] in self._added), "")
 
     def _match_token_at(self, text: str, position: int) -> str:
-        """Return the longest added token that begins at `position`, or ""."""
         return next(
             (
                 text[position : position + n]

@@ -290,7 +290,6 @@ class DocumentEncoder:
 
 
 def _list_sides(example: Example) -> list[Conversation | PlainText]:
-    """Return the example's conversations or texts: two for a pair, otherwise one."""
     if isinstance(example, Pair):
         return [example.chosen, example.rejected]
     return [example.answer if isinstance(example, LabeledAnswer) else example]

@@ -215,7 +215,6 @@ def describe_type(value: Any) -> str:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Join up to twelve field names for a message."""
     shown_names = [to_text(name, 60) if name == name.strip() else repr(name) for name in names]
     more = f" and {len(shown_names) - 12} more" if len(shown_names) > 12 else ""
     return (", ".join(shown_names[:12]) or "no fields") + more

@@ -122,7 +122,6 @@ def has_generation_blocks(source: str) -> bool:
 
 
 def parse_markers(rendered: str) -> ChatSpans:
-    """Remove the markers from a chat rendered with a marked template, and return its text and spans."""
     pieces: list[str] = []
     turns: Spans = {}
     generation: list[tuple[int, int]] = []

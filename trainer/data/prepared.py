@@ -39,5 +39,4 @@ def count_skipped_records(prepared: PreparedRun, batches: Any) -> dict[str, int]
 
 
 def count_samples(prepared: PreparedRun) -> int | None:
-    """Return the number of training samples in an epoch; None for a stream."""
     return None if isinstance(prepared.data.train, SampleStream) else len(prepared.data.train)

@@ -39,7 +39,6 @@ def read_sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
 
 
 def format_prompt(prompt: Prompt) -> str:
-    """Format a prompt for display: the string itself, or the last turn of a conversation."""
     if isinstance(prompt, str):
         return prompt
     return str((prompt.messages if isinstance(prompt, Conversation) else prompt)[-1]["content"])

@@ -113,12 +113,10 @@ def _check_one_kind(files: list[Path], where: str) -> list[Path]:
 
 
 def _normalize_split(split: str) -> str:
-    """Return the standard name of a split, such as `validation` for dev; other names are unchanged."""
     return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
 
 
 def _find_split(path: Path) -> str | None:
-    """Find the split in the name of a file or folder, as in train-00000-of-00002.parquet or validation/part.jsonl."""
     parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
     for part in reversed(parts):
         words = part.replace("_", "-").replace(" ", "-").split("-")

@@ -67,7 +67,6 @@ def read_source(
 
 
 def _disable_decoding(feature: Any) -> Any:
-    """Return a column type with image decoding disabled, so that images are bytes or paths."""
     from datasets import Image, List
 
     if isinstance(feature, Image):

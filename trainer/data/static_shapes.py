@@ -30,7 +30,6 @@ class StaticShape:
     """Upper bound on the document lengths, if the batch has `cu_seqlens`."""
 
     def can_hold(self, other: "StaticShape") -> bool:
-        """Return whether a batch of the other shape may be padded to this one."""
         if (self.rows, self.length, self.packed) != (other.rows, other.length, other.packed):
             return False
         if self.has_equal_documents or other.has_equal_documents:

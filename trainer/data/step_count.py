@@ -15,7 +15,6 @@ DEFAULT_SAVE_STEPS = TrainingSection.model_fields["save_steps"].default
 
 
 def compute_steps_per_epoch(samples: int, global_batch_size: int) -> int:
-    """Return the number of optimizer steps in an epoch. The last step may be incomplete."""
     return -(-samples // global_batch_size)
 
 

@@ -196,7 +196,6 @@ class MixedStream:
         return {stream.label: stream.state["skipped"] for stream in self._streams}
 
     def state_dict(self) -> State:
-        """Return the position of each source, whether it has ended, and the state of the random generator."""
         return {
             "sources": [dict(stream.state) for stream in self._streams],
             "ended": list(self._ended),
@@ -226,5 +225,4 @@ class PackedStream:
         return self._documents.skipped
 
     def state_dict(self) -> State:
-        """Return the start of the current window and the number of its packs already yielded."""
         return {"documents": self._window_start, "packs": self._packs_yielded}

@@ -80,7 +80,6 @@ class ImageReader:
         return edits, any(is_animated(content) for content, _ in data)
 
     def build_inputs(self, stored: Sequence[bytes], dtype: torch.dtype) -> dict[str, Any]:
-        """Return the model inputs for images, in order, such as `pixel_values`, but without token ids."""
         images = [decode_image(*self._read(image, "an image in the dataset")) for image in stored]
         inputs, _ = self._process_images(images, "a batch")
         if inputs["pixel_values"].dtype == torch.bfloat16:  # Llama 4's pixels, which its tower does not convert
@@ -133,7 +132,6 @@ def _build_processor(processor_class: Any, image_processor: Any, tokenizer: Any,
 
 
 def apply_edits(text: str, spans: Sequence[WeightedSpan], edits: Sequence[Edit]) -> tuple[str, list[WeightedSpan]]:
-    """Apply replacements in order, and return the new text and its spans without the replaced parts."""
     pieces, remaining, last, shift = list[str](), list[WeightedSpan](), 0, 0
     for start, end, new in [*edits, (len(text), len(text), "")]:
         pieces += [text[last:start], new]
@@ -183,7 +181,6 @@ class ImageInputs:
     """Cached outputs of the vision tower."""
 
     def append_dummy(self, rows: Sequence[Sample]) -> Sequence[Sample]:
-        """Append `dummy` to the rows of a batch without images."""
         return rows if self.dummy is None or any(row.images for row in rows) else [*rows, self.dummy]
 
     def build_inputs(self, ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:

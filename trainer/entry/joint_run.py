@@ -204,7 +204,6 @@ class JointRun:
         return [member for member in self._members if not member.has_finished and member.failure is None]
 
     def _finish_done_members(self) -> list[_Member]:
-        """Finish the adapters that have completed their last step, and return those with steps left."""
         for member in self._list_unfinished():
             if member.run.loop.is_done:
                 self._call_loop(member, Loop.end)

@@ -97,7 +97,6 @@ def _exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """Suppress notices from libraries, such as DeepSpeed's about a missing GPU and the Hub's about retries."""
     logging.disable(logging.WARNING)
     try:
         yield

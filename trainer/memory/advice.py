@@ -44,7 +44,6 @@ def describe_memory_shortage(planner: Planner, config: RunConfig, memory: int, v
 
 
 def _list_candidates(planner: Planner, config: RunConfig, memory: int) -> list[Changes]:
-    """Return changes to try, the least intrusive first."""
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:

@@ -146,7 +146,6 @@ class Planner:
         }
 
     def try_changes(self, config: RunConfig, changes: Changes) -> PlanChoice:
-        """Apply changes to the configuration. Return the result with its estimate, or why it is invalid."""
         changed = apply_changes(config, changes)
         try:
             check_combinations(changed)
@@ -208,7 +207,6 @@ class Planner:
         )
 
     def _minimize_recomputed_layers(self, config: RunConfig, memory: int) -> RunConfig:
-        """Return the configuration with the fewest recomputed layers that fits in `memory`."""
         best, too_few, enough = config, 0, len(self.shapes.layers)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -406,7 +404,6 @@ def combine_adapters(config: RunConfig, runs: Sequence[RunConfig], *, on_gpu: bo
 
 
 def format_gib(size: float) -> str:
-    """Format bytes as GiB, or as MiB below 0.1 GiB."""
     if size < GIB / 10:
         return f"{size / 2**20:.1f} MiB"
     return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB"

@@ -55,7 +55,6 @@ class ModelShapes:
 
     @property
     def trained_numel(self) -> int:
-        """Number of trained elements."""
         return sum(weight.elements for weight in self.weights if weight.trained)
 
 
@@ -81,7 +80,6 @@ class Placement:
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether training uses a 16-bit dtype with fp32 master weights."""
         return self.element_size < 4
 
 
@@ -146,7 +144,6 @@ def fake_quantization_bytes(shapes: ModelShapes, placement: Placement) -> int:
 
 
 def base_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
-    """Return the bytes of frozen weights and scales on this rank's GPU."""
     frozen = (weight for weight in shapes.weights if not weight.trained)
     return resident_bytes(sum(stored_bytes(weight, placement) for weight in frozen), placement)
 

@@ -262,7 +262,6 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def summarize_adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
-    """Return the adapted layers, grouped by name and shape, largest group first."""
     from peft.tuners.lora import LoraLayer
 
     groups: dict[tuple[str, str], list[int]] = {}

@@ -27,7 +27,6 @@ class ParamWrapper(lora.ParamWrapper):
     """
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Initialize the factors as PEFT does, then reshape them per expert."""
         super().update_layer(adapter_name, *args, **kwargs)
         for factors, down in ((self.lora_A, True), (self.lora_B, False)):
             weight = factors[adapter_name].weight.detach()

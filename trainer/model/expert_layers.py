@@ -28,7 +28,6 @@ TOP_K_NAMES = (
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with fused experts, by path. The model may be adapted or on the meta device."""
     return {path: module for path, module in model.named_modules() if has_fused_experts(module)}
 
 
@@ -52,7 +51,6 @@ def _find_unknown_parts(experts: nn.Module) -> set[str]:
 
 
 def list_expert_tensors(module: nn.Module) -> list[str]:
-    """Return the names of a module's expert tensors, in the order in which they are applied."""
     parameters = dict(module.named_parameters(recurse=False))
     return [name for name in (GATE_UP, UP, DOWN) if name in parameters and len(get_expert_shape(module, name)) == 3]
 
@@ -79,7 +77,6 @@ def get_expert_width(module: Any) -> int:
 
 
 def count_experts_per_token(config: Any) -> int:
-    """Return the number of experts per token; 1 if the configuration does not define it."""
     text = config.get_text_config()
     values = (getattr(text, name, None) for name in TOP_K_NAMES)
     return next((number for number in values if isinstance(number, int) and number > 0), 1)

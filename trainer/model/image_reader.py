@@ -128,7 +128,6 @@ def has_trained_image_modules(model: Any) -> bool:
 
 
 def build_image_inputs(reader: ImageReader, model: Any, *, add_dummy_images: bool) -> ImageInputs:
-    """Return a builder for a model's image inputs. It can add dummy images to text-only batches."""
     inner = find_base_model(model)
     rope = next((module.get_rope_index for module in inner.modules() if hasattr(module, "get_rope_index")), None)
     accepted = inspect.signature(inner.forward).parameters

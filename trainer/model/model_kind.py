@@ -29,7 +29,6 @@ NOT_CAUSAL = ("cpmant", "paligemma", "xlm", "xlnet")
 
 
 def has_score_head(model_config: Any) -> bool:
-    """Return whether config.json names a sequence classification model, such as a reward model."""
     return bool(((getattr(model_config, "architectures", None) or [""])[0] or "").endswith(SEQUENCE_CLASS))
 
 
@@ -58,7 +57,6 @@ def set_score_head(base_model: str, model_config: Any) -> None:
 
 
 def find_output_layer(model: Any) -> Any:
-    """Return the output head, or the score head of a reward model; None if the model has neither."""
     head = model.get_output_embeddings()
     return getattr(model, "score", None) if head is None else head
 
@@ -150,7 +148,6 @@ def check_kind(
 
 
 def has_soft_cap(model_config: Any) -> bool:
-    """Return whether attention scores are soft-capped by tanh, as in Gemma 2."""
     return getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
@@ -167,7 +164,6 @@ def is_mxfp4(model_config: Any) -> bool:
 
 
 def find_quantization_method(model_config: Any) -> str | None:
-    """Return the stored weights' quantization method, such as `bitsandbytes`, `gptq` or `fp8`; None if unquantized."""
     settings = find_quantization_settings(model_config)
     if settings is None:
         return None

@@ -214,7 +214,6 @@ def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
 
 
 def _describe_hub_failure(name: str, error: Exception) -> str:
-    """Describe why a download failed, based on the huggingface_hub exceptions that transformers wraps."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -127,7 +127,6 @@ class RandomTensors:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Return a tensor on the device, or only `tensor[index : index + 1]` if `index` is given."""
         if name in self._packed:
             count, *shape = self._packed[name]
             return torch.cat([self._draw_packed(name, expert, shape) for expert in _select_experts(count, index)])

@@ -63,7 +63,6 @@ class FourBitFormat:
     scale_granularity: Literal["groups"] = "groups"
 
     def is_quantized(self, path: str) -> bool:
-        """Return whether the linear layer at `path` is stored in 4 bits according to config.json."""
         is_in_layer = any(part.isdigit() for part in path.split("."))
         is_match = str.__contains__ if self.name == "AWQ" else lambda path, entry: matches_module(entry, path)
         return is_in_layer and not any(is_match(path, entry) for entry in self.excluded)
@@ -170,11 +169,9 @@ class FourBitFiles:
                 )
 
     def read_shapes(self) -> dict[str, Shape]:
-        """Return the dequantized shape of each tensor by name."""
         return self._plain | {name: (layout.rows, layout.cols) for name, layout in self.layouts.items()}
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, dequantized to fp32 if packed, or only `tensor[index : index + 1]` if `index` is given."""
         if name not in self.layouts:
             return self._files.read(name, index)
         weight = self._dequantize(self.layouts[name], self._read_parts(name))

@@ -61,7 +61,6 @@ class Fp8Format:
         return 4 * shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)
 
     def is_quantized(self, path: str) -> bool:
-        """Return whether the linear layer at `path` is in FP8 according to config.json."""
         return not any(matches_module(entry, path) for entry in self.excluded)
 
 
@@ -123,14 +122,12 @@ class Fp8Files:
         self._scale_names = find_scales(files)
 
     def read_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors except scales."""
         scales = set(self._scale_names.values())
         return {
             name: shape for name, shape in self._shapes.items() if name not in scales and not _is_serving_only(name)
         }
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, dequantized to fp32 if in FP8, or only `tensor[index : index + 1]` if `index` is given."""
         if name not in self._scale_names:
             return self._files.read(name, index)
         block = self._get_stored_block(name)
@@ -200,7 +197,6 @@ class TensorView:
 
 
 def find_scales(files: SafetensorsFiles) -> dict[str, str]:
-    """Map the names of FP8 tensors to the names of their scales."""
     types = files.read_types()
     names = {
         name: [name + end for end in SCALE_SUFFIXES if name + end in types] for name in types if types[name] == E4M3
@@ -252,7 +248,6 @@ def _check_scale_shape(
 
 
 def _has_row_scales(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
-    """Return whether scales are per row or per matrix rather than per block."""
     matrices, rows, count = prod(shape[:-2]), shape[-2], prod(scales)
     has_no_columns = not scales or scales[-1] == 1 or len(scales) < len(shape)
     return count == matrices or (count == matrices * rows and has_no_columns)

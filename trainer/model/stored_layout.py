@@ -49,7 +49,6 @@ class StoredParameter:
 
     @property
     def is_separable_by_expert(self) -> bool:
-        """Whether each entry of the first dimension can be built separately."""
         if self.converter is None:
             return True
         operations = list(self.converter.operations)

@@ -12,7 +12,6 @@ StoredFormat = Fp8Format | FourBitFormat
 
 
 def find_stored_format(model_config: Any) -> StoredFormat | None:
-    """Return the FP8 or 4-bit format in which linear layers are stored; None for all other models."""
     format_ = parse_fp8_format(model_config) or parse_four_bit_format(model_config)
     return None if isinstance(format_, str) else format_
 

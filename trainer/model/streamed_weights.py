@@ -243,7 +243,6 @@ class Filler:
         return layouts
 
     def _read_plain(self, stored: StoredParameter, parameter: nn.Parameter) -> nn.Parameter:
-        """Read an unpacked parameter, one expert at a time if possible."""
         dtype, files = parameter.dtype if self._is_typed else self.dtype, self.files
 
         def read() -> Tensor:

@@ -218,7 +218,6 @@ def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
 
 
 def _has_matrix_weight(module: nn.Module) -> bool:
-    """Return whether a module has a weight matrix, as linear layers, embeddings, routers and experts do."""
     return any(len(get_logical_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
 
 
@@ -260,7 +259,6 @@ def find_projectors(model: Any) -> list[str]:
 
 
 def find_non_text_modules(model: Any) -> list[str]:
-    """Return the paths of all modules outside the text model: vision and audio towers, and projectors."""
     if model.config.get_text_config() is model.config:
         return []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

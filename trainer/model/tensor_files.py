@@ -133,7 +133,6 @@ def _describe_damage(file: Path, error: UnreadableFileError) -> str:
 
 
 def has_local_weights(base_model: str, section: ModelSection) -> bool:
-    """Return whether the weights are in a folder or the Hub's cache, so that no download is needed."""
     if Path(base_model).is_dir():
         return True
     index = find_cached_file(base_model, INDEX, section.revision)

@@ -63,7 +63,6 @@ def _read_source_files(source: str, revision: str | None, names: Sequence[str] =
 
 
 def _load_from_files(files: Mapping[str, bytes]) -> Any:
-    """Load a tokenizer from these files alone, without the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, Path(folder))
         return load_tokenizer(folder, ModelSection())

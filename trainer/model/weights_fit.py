@@ -129,7 +129,6 @@ def _build_natural_sort_key(name: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def suppress_loading_output() -> Iterator[None]:
-    """Suppress the loading report and progress bar of transformers, which our messages replace."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

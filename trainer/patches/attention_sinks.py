@@ -69,7 +69,6 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 def add_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out' and lse', given the output and log-sum-exp of attention without sinks."""
     lse_sinks_hT = torch.logaddexp(lse_hT, sinks_h.float()[:, None])
     factor_Th = torch.exp(lse_hT - lse_sinks_hT).t()
     return (out_Thd * factor_Th[..., None]).to(out_Thd.dtype), lse_sinks_hT

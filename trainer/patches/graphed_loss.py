@@ -120,7 +120,6 @@ class GraphedLoss:
         return self._loss.pop_metrics(training=training)
 
     def pop_replayed_fraction(self) -> float:
-        """Return the fraction of batches replayed since the last call, and reset the counts."""
         fraction = self._replayed / max(self._calls, 1)
         self._calls = self._replayed = 0
         return fraction

@@ -138,7 +138,6 @@ class TokenLoss:
         )
 
     def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
-        """Return additional metrics to log: none for this loss."""
         return {}
 
     @property

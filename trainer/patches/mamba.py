@@ -58,7 +58,6 @@ def describe_unadapted_weights(model: nn.Module) -> list[str]:
 
 
 def _get_last_component(path: str) -> str:
-    """Return the last component of a module path, ignoring PEFT's `base_layer`."""
     return [name for name in path.split(".") if name != "base_layer"][-1]
 
 

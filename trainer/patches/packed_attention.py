@@ -184,7 +184,6 @@ def mask_padding(model: Any) -> Iterator[None]:
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention supports device and dtype (compute capability 8.0 or higher, 16-bit)."""
     return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -42,7 +42,6 @@ def describe_plain_head_problem(head: Any) -> str:
 
 
 def get_linear_layer(head: Any) -> Any:
-    """Return the linear layer of a head, unwrapped if PEFT trains some of its rows."""
     return head.original_module if _has_trained_rows(head) else head
 
 

@@ -79,7 +79,6 @@ class ImageKind:
 
 
 def find_model_kind(config: RunConfig) -> type[LanguageKind] | type[ImageKind]:
-    """Return the model kind that `task` specifies; if `task` is auto, detect it from `base_model`."""
     if config.task == "auto":
         return ImageKind if is_pipeline(config.base_model, config.model) else LanguageKind
     return ImageKind if config.task == "image" else LanguageKind

@@ -36,21 +36,21 @@ def prepare(
     config: RunConfig,
     report: Callable[[str], None] = lambda phase: None,
     *,
-    to_train: bool = True,
+    for_training: bool = True,
     model_files: PreparedRun | None = None,
 ) -> PreparedRun:
     """Check the run without loading weights, and tokenize the data. `report` is called with the name of each phase.
 
-    With `to_train=False`, the output folder may already contain a run. `model_files` is the result of the model
+    With `for_training=False`, the output folder may already contain a run. `model_files` is the result of the model
     kind's `read_files`; None if not read yet.
     """
     if config.runs:
         check_output_folder(config)
         return _merge_prepared_runs(
-            config, [prefix_errors(prepare, run, report, to_train=to_train) for run in config.runs]
+            config, [prefix_errors(prepare, run, report, for_training=for_training) for run in config.runs]
         )
     check_settings(config)
-    check_folder(config, to_train=to_train)
+    check_folder(config, for_training=for_training)
     _check_adapter_folder(config)
     prepared = find_model_kind(config).prepare(config, report, model_files)
     # A warm-up that is too long for one rank is also too long for more ranks, which take fewer steps.
@@ -94,15 +94,15 @@ def check_settings(config: RunConfig) -> None:
             raise UserError(str(error)) from error
 
 
-def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
+def check_folder(config: RunConfig, *, for_training: bool = True) -> None:
     """Raise UserError if the output folder cannot be used, or lacks the checkpoint to resume from."""
     check_output_folder(config)
     for run in config.runs:
-        check_folder(run, to_train=to_train)
+        check_folder(run, for_training=for_training)
     if config.runs:
         return
     choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), verify=False)
-    if to_train:
+    if for_training:
         check_no_conflict(config)
 
 
@@ -111,17 +111,19 @@ def prepare_to_resume(
     world_size: int | None = None,
     report: Callable[[str], None] = lambda phase: None,
     *,
-    to_train: bool = True,
+    for_training: bool = True,
 ) -> tuple[PreparedRun, Resumption]:
     """Return the prepared run and the plan for resuming it, after verifying the whole checkpoint if one exists."""
     if world_size is not None:
         check_ranks_divisible(config.parallel.sequence, config.zero, world_size)
     check_output_folder(config)
     if config.runs:
-        each = [prefix_errors(prepare_to_resume, run, world_size, report, to_train=to_train) for run in config.runs]
+        each = [
+            prefix_errors(prepare_to_resume, run, world_size, report, for_training=for_training) for run in config.runs
+        ]
         return _merge_prepared_runs(config, [prepared for prepared, _ in each]), each[0][1]
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), verify=True)
-    prepared = prepare(config, report, to_train=to_train)
+    prepared = prepare(config, report, for_training=for_training)
     config = config.fit_max_length(prepared.context_length)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 

@@ -120,7 +120,6 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
 
 
 def list_mask_warnings(stats: DataStats) -> list[str]:
-    """Return warnings if the loss masks select no tokens or all tokens, which is probably a mistake."""
     messages = []
     predictable = stats.tokens - stats.documents  # the first token of a document is never predicted
     if stats.target_tokens == 0:
@@ -155,7 +154,6 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
 
 
 def _draw_image(image: Any) -> Text:
-    """Draw an image with half blocks, two pixels per character."""
     image.thumbnail((DRAWN_PIXELS, DRAWN_PIXELS))
     text = Text()
     for y in range(0, image.height, 2):

@@ -53,7 +53,6 @@ def find_task(config: RunConfig) -> type[LanguageTask]:
 
 
 def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: PreparedRun | None) -> PreparedRun:
-    """Check the model and the settings, and tokenize the data."""
     if files is None:
         report(f"checking the model {config.base_model}")
         files = read_model_files(config)

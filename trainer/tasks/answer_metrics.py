@@ -175,7 +175,6 @@ def find_tool_calls(text: str) -> list[str]:
 
 
 def _iterate_json_calls(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the arguments of every call in a decoded JSON value."""
     if isinstance(value, dict) and "name" in value and {"arguments", "parameters"} & set(value):
         arguments = value.get("arguments", value.get("parameters"))
         try:

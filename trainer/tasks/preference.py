@@ -355,7 +355,7 @@ class PreferenceTask(LanguageTask):
         self._build_image_inputs(model)
         balance, settings = self._config.training.router_aux_loss, self._config.preference
         kind = KtoLoss if "kto" in settings.loss else PreferenceLoss
-        loss = kind(model, settings, fused=fused_head, log=self._log, balance=balance)
+        loss = kind(model, settings, fused=fused_head, log=self._log, aux_loss_weight=balance)
         loss.reference_has_adapter = self._config.lora.adapter_path is not None
         return loss
 

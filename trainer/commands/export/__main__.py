@@ -20,7 +20,6 @@ FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
 
 
 def export(run: FinishedRun, format_: str, output: Path, *, dtype: str = "auto") -> list[str]:
-    """Write the run's adapter in format `format_` to `output`. Return lines to print."""
     if format_ in FILES and output.is_dir():
         file = output / FILES[format_]
         raise UserError(f"{output}: is a folder, but --format {format_} needs a file; use --output {file}")

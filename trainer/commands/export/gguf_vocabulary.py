@@ -98,7 +98,6 @@ def _list_tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]
 
 
 def _render_example_chats(tokenizer: Any) -> list[str]:
-    """Return example chats rendered with the chat template; empty if the template is missing or rejects them."""
     if not tokenizer.chat_template:
         return []
     turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]

@@ -57,7 +57,6 @@ class Chart:
 
     @property
     def is_logarithmic(self) -> bool:
-        """Whether `low` is 0, and all values are positive and span more than a factor of `SPREAD_FOR_LOG_SCALE`."""
         values = np.concatenate([curve.line.drop_nan().values for curve in self.curves])
         return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
 
@@ -180,7 +179,6 @@ def _downsample(series: Series) -> tuple[list[float], list[float]]:
 
 
 def _choose_ticks(low: float, high: float, *, integral: bool = False) -> list[float]:
-    """Return evenly spaced round numbers that cover the range from `low` to `high`."""
     span = (high - low) or abs(high) or 1.0
     rough = span / TICKS
     power = 10.0 ** math.floor(math.log10(rough))

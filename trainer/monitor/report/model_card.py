@@ -27,7 +27,6 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", "
 
 
 def is_user_written_card(card: Path) -> bool:
-    """Return whether the user wrote the card, rather than zerolora or PEFT."""
     if not card.is_file():
         return False
     text = card.read_text(encoding="utf-8", errors="replace")
@@ -104,7 +103,6 @@ def build_model_card(
 
 
 def _format_score_bars(records: list[Record]) -> list[str]:
-    """Return the lines of a text bar chart of the scores between 0 and 1."""
     lines = []
     for name, (base, scores) in extract_scores(records).items():
         values = {"base": base, "adapter": float(scores.values[-1])}

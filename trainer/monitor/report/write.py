@@ -89,7 +89,6 @@ def write_report(run_dir: Path) -> Path:
 
 
 def suggest_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return commands to run after training, as (label, command) pairs."""
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
         held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]

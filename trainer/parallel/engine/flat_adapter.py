@@ -98,7 +98,6 @@ class FlatAdapter:
 
     @property
     def members(self) -> list[Member]:
-        """All factors, in the order of the blocks."""
         return [member for block in self.blocks for member in block.members]
 
     def list_spans(self) -> dict[str, tuple[int, int, int]]:
@@ -215,7 +214,6 @@ class FlatAdapter:
             self._builds_views = True
 
     def set_view_hook(self, hook: ViewHook | None) -> None:
-        """Call `hook(name, view)` for every new view; None turns this off."""
         self._view_hook = hook
 
     @property

@@ -41,7 +41,6 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def get_packed_state(parameter: nn.Parameter) -> Any | None:
-    """Return bitsandbytes' quantization state of a 4-bit weight; None for any other parameter."""
     is_packed = type(parameter).__name__ == "Params4bit"  # PEFT checks the same name
     return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
 

@@ -119,7 +119,6 @@ class EngineState:
         return [[s.name, numbers[id(s.partition)], s.partition_start, s.param_start, s.length] for s in shards]
 
     def find_mismatch(self, state: dict[str, torch.Tensor]) -> str | None:
-        """Return how the tensors of `state` (from `assemble_state`) differ from this engine's; None if they match."""
         for name, parameter in self._trained:
             saved = state.get(f"master/{name}")
             if saved is None:

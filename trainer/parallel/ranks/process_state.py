@@ -29,7 +29,6 @@ def get_main_thread_frame() -> FrameType | None:
 
 
 def find_collective(frame: FrameType | None) -> str | None:
-    """Return the name of the torch.distributed function in a stack, such as "all_reduce"; None if there is none."""
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py"):
             return frame.f_code.co_name

@@ -82,7 +82,6 @@ class ImageBatches(GlobalBatches):
         return len(self.samples)
 
     def build_step_batches(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
-        """Return this rank's micro-batches for the step starting at `offset`, and its image count across all ranks."""
         selected = self.get_order(epoch)[offset : offset + self.global_batch_size]
         positions = np.arange(offset, offset + len(selected))
         batches = []
@@ -173,7 +172,6 @@ def build_seeded_generator(*numbers: int) -> torch.Generator:
 
 
 def draw_order(samples: ImageSamples, epoch: int, *, group_size: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
-    """Return the order of the images in an epoch, for global batches of `group_size` images."""
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(samples)) if shuffle else np.arange(len(samples))
     return group_by_size(order, samples.sizes, group_size, rng if shuffle else None)

@@ -54,7 +54,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 @cache
 def load_kohya_names() -> dict[str, dict[str, Any]]:
-    """Return the names of blocks and layers by family, in the format that kohya.yaml describes."""
     return read_yaml(KOHYA_NAMES).tree
 
 

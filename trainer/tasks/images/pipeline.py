@@ -117,7 +117,6 @@ class Pipeline:
             return kind.from_config(self.scheduler_settings, **changes)
 
     def load_encoder_pipeline(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
-        """Load diffusers' pipeline with its text encoders or its VAE, but without the denoiser."""
         assert self.folder is not None, "a pipeline with random weights has no encoders"
         parts: dict[str, Any] = {self.family.denoiser: None} | ({} if vae else {VAE: None})
         if text:
@@ -155,7 +154,6 @@ class Pipeline:
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **components, **extra)
 
     def convert_read_errors(self, component: str) -> AbstractContextManager[None]:
-        """Return a context that converts exceptions raised while reading `component` into UserErrors."""
         return _convert_read_errors(f"base_model={self.base_model}", component)
 
     @cached_property

@@ -67,7 +67,6 @@ class ImageTask(Task):
         )
 
     def run_dummy_forward(self, model: Any) -> object:
-        """Run a forward pass on the smallest image that the model accepts, with the first caption."""
         levels = self._pipeline.settings.get("block_out_channels", ())
         side = 4 * self._pipeline.family.patch * 2 ** max(0, len(levels) - 1)
         device = self._device

@@ -265,7 +265,6 @@ def get_layer_shards(model: Any) -> LayerShards | None:
 
 
 def get_unit(weight: Tensor) -> ShardedUnit | None:
-    """Return the unit that the weight is gathered with, or None if it is not sharded."""
     return getattr(weight, "shard_unit", None)
 
 
