@@ -1,4 +1,4 @@
-"""Record the attempts of a SLURM job, to resume the next one and to stop a job without progress.
+"""Record a SLURM job's attempts, so that the next one resumes the run and a job without progress is stopped.
 
 OUTPUT_DIR/logs/slurm-starts.json has an entry for each attempt of the newest job that launched ranks. Two
 of the user's settings apply only until they have taken effect: `output.overwrite` until the new run has

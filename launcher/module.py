@@ -13,6 +13,7 @@ def exec_module(module: str, arguments: Sequence[str]) -> NoReturn:
 
     PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]), on_pipe=True)  # importing torch takes seconds
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # unblocked at the end of this file
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads are four times slower on busy CPUs
     os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *arguments])
 
 

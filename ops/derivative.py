@@ -41,7 +41,7 @@ def define(
 
 
 def register_backward(name: str) -> tuple[Any, Any]:
-    """Register zerolora::NAME_backward as the gradient of zerolora::NAME_forward; return their argument types.
+    """Register zerolora::NAME_backward as the gradient of NAME_forward; return a namedtuple class for each.
 
     Tensors are saved exactly as they were passed, so that ZeRO-3 can free a Parameter between the passes.
     """

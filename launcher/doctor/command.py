@@ -122,7 +122,7 @@ def _check_other_hosts(launcher: str, request: LaunchRequest, arguments: Sequenc
         allocation = read_allocation(
             os.environ, include=request.include, exclude=request.exclude, num_nodes=request.num_nodes
         )
-        return check_nodes_by_srun(allocation, arguments)
+        return check_nodes_via_srun(allocation, arguments)
     if request.hostfile is None:
         return []
     ssh_checks = list(check_ssh(list(select_slots(request))))
@@ -225,7 +225,7 @@ def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[C
     return _run_on_hosts({host: [*SSH, host, line] for host in hosts})
 
 
-def check_nodes_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[CheckResult]:
+def check_nodes_via_srun(allocation: Allocation, arguments: Sequence[str]) -> list[CheckResult]:
     """Run `zerolora doctor` on every node in an allocation; return the checks from all nodes except this one."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
     command = _build_local_doctor_command(arguments)

@@ -249,7 +249,7 @@ def set_distribution(t: Translation) -> None:
             if t.foreign.find_file(options) is None:
                 t.reject(name, "no such file; copy it here, or nest its keys under fsdp_config")
             options = read_file(t, name, options, SHARDING_CONFIG["fsdp_config"])
-        set_fsdp(t, name, options or {})
+        convert_fsdp(t, name, options or {})
     if (value := t.get("deepspeed")) is not None:
         set_sharding(t, "deepspeed", value)
     if t.get_setting("training.optimizer") in ("adafactor", "muon") and "zero.stage" not in t.settings:
@@ -293,7 +293,7 @@ def set_sharding(t: Translation, name: str, value: Any) -> None:
         return
     launcher, zero = str(value.get("distributed_type")).upper(), value.get("zero_optimization", {})
     if launcher == "FSDP":
-        set_fsdp(t, name, value.get("fsdp_config", {}))
+        convert_fsdp(t, name, value.get("fsdp_config", {}))
     elif launcher == "DEEPSPEED":
         offload = [options.get(f"offload_{part}_device") for part in ("optimizer", "param")]
         set_stage(t, name, options.get("zero_stage", 2), offload)
@@ -319,7 +319,7 @@ def set_stage_by_name(t: Translation, name: str, path: str) -> None:
     """Set the ZeRO stage and offloading from the name of a missing file, such as one provided by TRL or accelerate."""
     match = re.search(r"(?:zero|z|stage)[_-]?([0-3])", path, re.IGNORECASE)
     if "fsdp" in path:
-        set_fsdp(t, name, {})
+        convert_fsdp(t, name, {})
     elif match is not None:
         offload = ["cpu" if re.search("offload", path, re.IGNORECASE) else None] * 2
         set_stage(t, name, int(match.group(1)), offload)
@@ -344,7 +344,7 @@ def set_stage(t: Translation, name: str, stage: int, offload: Sequence[str | Non
         t.put("zero.offload_parameters", True, name)
 
 
-def set_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
+def convert_fsdp(t: Translation, name: str, config: Mapping[str, Any]) -> None:
     """Set the ZeRO stage from FSDP's sharding: full sharding becomes stage 3, gradient sharding stage 2."""
     settings = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     fsdp_values = [] if is_off(t.get("fsdp")) else " ".join(split_names(t.get("fsdp"))).lower().split()

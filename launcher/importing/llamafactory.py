@@ -65,7 +65,7 @@ def translate_v1(foreign: ForeignConfig) -> Translation:
     if t.get("dist_config.name") == "deepspeed":
         common.set_sharding(t, "dist_config.config_file", t.get("dist_config.config_file"))
     elif t.get("dist_config.name") and t.get_setting("training.optimizer") != "muon":
-        common.set_fsdp(t, "dist_config.name", t.foreign.tree["dist_config"])
+        common.convert_fsdp(t, "dist_config.name", t.foreign.tree["dist_config"])
     common.set_distribution(t)
     t.require("train_dataset", common.NO_DATA)
     sources = read_v1_sources(t)

@@ -16,7 +16,7 @@ TRACEBACK_LINES = 12
 TAIL_LINES = 6
 LINE_WIDTH = 300
 # Ranks that exit within this interval failed independently; a launcher takes longer to kill the remaining ranks.
-SIMULTANEOUS_S = 0.5
+SIMULTANEOUS_WINDOW_S = 0.5
 LOW_SHM_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
@@ -129,7 +129,7 @@ class FailureEvidence:
 
         def sort_key(rank: int) -> tuple[bool, bool, float]:
             rank_exit = self.exits[rank]
-            killed = _was_killed(rank_exit) and rank_exit.time - first < SIMULTANEOUS_S
+            killed = _was_killed(rank_exit) and rank_exit.time - first < SIMULTANEOUS_WINDOW_S
             return not killed, rank_exit.killed_by_launcher or rank not in ranks_with_error, rank_exit.time
 
         return min(self.exits, key=sort_key)

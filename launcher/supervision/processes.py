@@ -48,7 +48,7 @@ def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def list_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def list_process_trees(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     tree: list[psutil.Process] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -25,7 +25,7 @@ import psutil
 
 from launcher.supervision.failure_report import FailureEvidence, FailureSummary, RankExit, read_log_sizes, report_hang
 from launcher.supervision.observer import Observer, add_host_names
-from launcher.supervision.processes import is_alive, kill_sessions, list_trees, send_signal
+from launcher.supervision.processes import is_alive, kill_sessions, list_process_trees, send_signal
 from launcher.supervision.remote import RemoteRanks
 from launcher.supervision.terminal import log
 from launcher.targets.local import Command
@@ -188,7 +188,7 @@ class Supervisor:
             self._set_deadline(now)
         elif now > self.deadline:
             alive = [process for process in self.observer.ranks.values() if is_alive(process)]
-            send_signal(list_trees(alive), signal.SIGKILL)
+            send_signal(list_process_trees(alive), signal.SIGKILL)
             if self.remote is not None:
                 self.remote.kill(self.processes[0], self.logs)
                 if now - self.deadline > END_TIMEOUT_S:

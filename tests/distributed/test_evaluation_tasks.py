@@ -13,7 +13,7 @@ from trainer.checkpoint.finished_run import find_run, load_saved_tokenizer, load
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.ranks.group import Ranks
-from trainer.tasks.lm_eval_scores import TaskScores
+from trainer.tasks.lm_eval_scores import TaskEvaluator
 
 CASES: dict[str, dict[str, Any]] = {
     "stage-2": {"zero__stage": 2},
@@ -51,7 +51,7 @@ def test_two_ranks_measure_the_same_scores_as_one(folder: Path, name: str) -> No
     tokenizer, device = load_saved_tokenizer(run), torch.device("cpu")
     settings = EvaluationSection(tasks=tuple(write_tasks(folder)))
     model = load_trained_model(run, tokenizer, device)
-    scorer = TaskScores(settings, tokenizer, 2, Ranks(0, 1, 0))
+    scorer = TaskEvaluator(settings, tokenizer, 2, Ranks(0, 1, 0))
     found = scorer.measure(model, device).values
     assert len(found) == 6
     assert {score: records[-1][f"eval/{score}"] for score in found} == pytest.approx(found, rel=1e-5)

@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.unit.test_packing_probe import LLAMA, model_of
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.packed_attention import VARLEN, register_repeated_heads, use_varlen_if_supported
+from trainer.patches.packed_attention import VARLEN, register_repeated_heads_attention, use_varlen_if_supported
 from trainer.patches.packing_probe import separate_documents
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,7 @@ def test_32_bits_have_masks_and_no_probabilities() -> None:
 
     probabilities = 2 * heads * length**2 * 4
     assert kept() > probabilities
-    register_repeated_heads()
+    register_repeated_heads_attention()
     try:
         assert kept() < probabilities / 10
     finally:

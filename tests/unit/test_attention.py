@@ -27,7 +27,7 @@ from trainer.patches.packed_attention import (
     choose_attention,
     copy_heads_without_flash,
     mask_padding,
-    register_repeated_heads,
+    register_repeated_heads_attention,
     set_varlen,
     varlen_attention,
 )
@@ -147,7 +147,7 @@ def test_cudnn_is_left_to_whole_tiles(folder: Path) -> None:
 
 @pytest.fixture
 def own_heads() -> Iterator[None]:
-    yield register_repeated_heads()
+    yield register_repeated_heads_attention()
     AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 

@@ -117,6 +117,13 @@ def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
         "11.1% of the documents are truncated to fit dataset.max_length=16",
         "10.0% of the records are dropped because they have no trained tokens",
     ]
+    # The number is that of the record, although a long text before it is several documents.
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("red " * 40, "blue", "", "")))
+    stats = stats_of(tokenizer, max_length=16, too_long="split")
+    assert stats.documents > 4 and stats.first_dropped == 3
+    assert (
+        "2 dropped (no trained tokens, first: record 3)" in stats.format_summary()[-3 if stats.list_warnings() else -1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from trainer.memory.planner import Lengths, Planner, apply_changes
 from trainer.patches.loss_head import TokenLoss
 
 TRAINER = Path(__file__).parents[2] / "trainer"
-GPU = Machine.assume(1, "bf16")
+GPU = Machine.assume_gpus(1, "bf16")
 AGAIN = {"training.gradient_checkpointing": "non_reentrant"}
 TILED = AGAIN | {"training.tiled_mlp": "auto"}
 SIZES = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}

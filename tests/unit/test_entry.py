@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.module import exec_module
+
 CHECKOUT = Path(__file__).parents[2]
 ZEROLORA = [sys.executable, "-m", "launcher.cli"]
 MODULE = [sys.executable, "-m", "launcher.module", "victim"]
@@ -255,3 +257,14 @@ def test_status_of_an_unreadable_folder(folder: Path, closed: str) -> None:
     )
     assert done.returncode == 2 and done.stderr.startswith(f"error: {closed}"), done.stderr
     assert "Permission denied" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_commands_do_not_spin_on_busy_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(os, "execv", lambda *_: seen.append(os.environ.get("OMP_WAIT_POLICY")))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    for given in (None, "active"):
+        monkeypatch.setenv("OMP_WAIT_POLICY", given) if given else monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        exec_module("trainer.commands.evaluate", [])
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert seen == ["passive", "active"]

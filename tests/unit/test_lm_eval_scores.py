@@ -21,7 +21,7 @@ from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection
 from trainer.monitor.metrics import read_metrics
 from trainer.parallel.ranks.group import Ranks, assign_batches
-from trainer.tasks.lm_eval_scores import TaskScores, load_tasks
+from trainer.tasks.lm_eval_scores import TaskEvaluator, load_tasks
 
 NAMES = {
     "choose/acc", "choose/acc_norm", "write/exact_match", "write/chrf",
@@ -192,7 +192,7 @@ def test_random_numbers_of_training_are_unchanged(trained: Path) -> None:
     seeded()
     expected = draw()
     seeded()
-    scorer = TaskScores(settings, tokenizer, 2, Ranks(0, 1, 0))
+    scorer = TaskEvaluator(settings, tokenizer, 2, Ranks(0, 1, 0))
     first = scorer.measure(model, torch.device("cpu"))
     assert draw() == expected
     assert scorer.measure(model, torch.device("cpu")) == first  # also the few-shot examples are the same

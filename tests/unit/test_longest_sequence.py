@@ -32,7 +32,7 @@ def needed(llama: Planner, config: RunConfig, length: int) -> int:
 
 
 def test_the_longest_fits_and_a_longer_one_does_not() -> None:
-    llama = planner("llama", Machine.assume(2, "bf16"), vocab_size=512)
+    llama = planner("llama", Machine.assume_gpus(2, "bf16"), vocab_size=512)
     config = RunConfig.model_validate(SETTINGS)
     memory = 2 * GIB
     longest = find_longest_sequences(llama, config, memory)

@@ -16,7 +16,7 @@ from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.checkpoint_files import describe_damage
 from trainer.checkpoint.finished_run import find_run
 from trainer.config import UserError, load_config
-from trainer.config.paths import get_local_copy, get_remote_url, is_remote
+from trainer.config.paths import get_local_path, get_remote_url, is_remote
 from trainer.contract import object_store
 from trainer.contract.object_store import fetch_data, open_run
 
@@ -61,7 +61,7 @@ def test_a_run_is_uploaded_and_continued_on_another_machine(
     assert "resumed from" in shown and "at step 4" in shown
     assert json.loads(store.cat_file("/bucket/run/checkpoint-6/state.json"))["step"] == 6
     folder = open_run(URL)
-    assert find_run(folder).config.output_dir == str(folder) == str(get_local_copy(URL))
+    assert find_run(folder).config.output_dir == str(folder) == str(get_local_path(URL))
     assert open_run(f"{URL}/checkpoint-6") == folder / "checkpoint-6"
     assert describe_damage(folder / "checkpoint-6") is None
 
@@ -119,7 +119,7 @@ def test_a_new_run_in_the_place_of_another_keeps_its_checkpoints_here(
     train(ground, output_dir=URL, training__max_steps=2, training__save_steps=2, output__overwrite=True)
     complete = {name.partition("/")[0] for name in names(store) if name.endswith("/COMPLETE")}
     assert complete == {"checkpoint-2"} and not any(name.startswith("checkpoint-4") for name in names(store))
-    assert describe_damage(get_local_copy(f"{URL}.1") / "checkpoint-4") is None
+    assert describe_damage(get_local_path(f"{URL}.1") / "checkpoint-4") is None
 
 
 def test_data_is_read_from_the_store_and_again_when_it_changes(store: MemoryFileSystem, tmp_path: Path) -> None:
@@ -160,6 +160,6 @@ def fetch_or_load(path: str | None) -> None:
 
 
 def test_names_of_a_store_stay_within_the_copy(store: MemoryFileSystem, tmp_path: Path) -> None:
-    assert get_local_copy("s3://bucket/../../x/run") == tmp_path / "here" / "stores" / "s3" / "bucket" / "x" / "run"
-    assert get_remote_url(get_local_copy("s3://bucket/x/run")) == "s3://bucket/x/run"
+    assert get_local_path("s3://bucket/../../x/run") == tmp_path / "here" / "stores" / "s3" / "bucket" / "x" / "run"
+    assert get_remote_url(get_local_path("s3://bucket/x/run")) == "s3://bucket/x/run"
     assert get_remote_url(tmp_path / "run") is None

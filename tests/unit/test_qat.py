@@ -184,7 +184,7 @@ def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.Monke
 
 def test_our_operators_are_not_used_and_the_record_says_why(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("base_model: m\noutput_dir: x\ndataset: {path: d}\ntraining: {qat: int4}\n")
-    decided = decide(load_config(tmp_path / "c.yaml", []).config, Machine.assume(1, "bf16"), None)
+    decided = decide(load_config(tmp_path / "c.yaml", []).config, Machine.assume_gpus(1, "bf16"), None)
     assert (decided.adapters.value, decided.adapters.reason) == ("rounded", "training.qat: int4")
     assert not decided.siblings.value and decided.siblings.reason.startswith("training.qat")
 

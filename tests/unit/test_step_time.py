@@ -44,7 +44,7 @@ def shapes_of(shape: str) -> ModelShapes:
 
 @cache
 def planner(shape: str, gpus: int, per_host: int | None = None) -> Planner:
-    return Planner(shapes_of(shape), Lengths(2048, 2048), Machine.assume(gpus, "bf16", per_host))
+    return Planner(shapes_of(shape), Lengths(2048, 2048), Machine.assume_gpus(gpus, "bf16", per_host))
 
 
 def predicted(shape: str, case: str, gpus: int, stage: int, card: str) -> StepTime:

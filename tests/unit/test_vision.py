@@ -514,7 +514,7 @@ def test_the_estimate_counts_the_activations_of_the_tower(root: Path) -> None:
     cases: dict[str, Any] = {"none": {}, "lora": {"vision__train": "lora"}, "cache": {"vision__cache": True}}
     for name, changes in cases.items():
         config = run_config(root, "gemma3", **changes)
-        planner = Planner.from_run(Machine.assume(1, "bf16"), config, prepare(config))
+        planner = Planner.from_run(Machine.assume_gpus(1, "bf16"), config, prepare(config))
         assert 4 <= planner.lengths.images <= 8, "one or two images of four tokens"
         found[name] = replace(planner, lengths=replace(planner.lengths, images=images)).estimate(config)
     assert found["none"].moment == "vision tower" and "activations of the tower" not in found["cache"].terms

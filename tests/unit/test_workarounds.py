@@ -214,7 +214,7 @@ def test_bitsandbytes_keeps_the_packed_weight_until_the_backward_pass() -> None:
 
 
 def test_transformers_leaves_shared_heads_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """attention.register_repeated_heads: without flash attention torch would keep L x L probabilities."""
+    """attention.register_repeated_heads_attention: without flash attention torch would keep L x L probabilities."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     asked: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """Select, restore and write the checkpoints of a run.
 
 State is copied to host memory during the step and written by a thread on every rank (trainer/checkpoint/background.py).
-`copy` gathers partitioned weights and queues the copies while the device is still computing the step. `save` starts
+`capture` gathers partitioned weights and queues the copies while the device is still computing the step. `save` starts
 writing once the step's loss is known. `finish_save`, called before the next copy and at the end, waits for the writers
 and exchanges the outcome between ranks.
 """
@@ -141,7 +141,7 @@ class CheckpointManager:
         batches: BatchSource,
         scu_controller: ScuController | None,
     ) -> None:
-        """Start writing the state queued by `copy`, and all other state, in the background; a collective call.
+        """Start writing the state queued by `capture`, and all other state, in the background; a collective call.
 
         Raises SaveError on every rank, after a warning, if the folder cannot be created.
         """

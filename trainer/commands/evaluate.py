@@ -50,7 +50,7 @@ from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
 from trainer.setup.kinds import check_task_supports
 from trainer.setup.text_run import find_task, tokenize
-from trainer.tasks.lm_eval_scores import TaskScores
+from trainer.tasks.lm_eval_scores import TaskEvaluator
 
 CONFIDENCE = 0.95
 FEW_DOCUMENTS = 30
@@ -293,7 +293,7 @@ def _score_tasks(arguments: argparse.Namespace, run: FinishedRun, tokenizer: Any
         raise UserError(f"--tasks={arguments.tasks}: cannot be combined with --data; remove one")
     settings = {name: value for name, value in vars(arguments).items() if name in EvaluationSection.model_fields}
     try:
-        scorer = TaskScores(EvaluationSection(**settings), tokenizer, batch_size, Ranks(0, 1, 0))
+        scorer = TaskEvaluator(EvaluationSection(**settings), tokenizer, batch_size, Ranks(0, 1, 0))
     except UserError as error:
         raise UserError(str(error).replace("evaluation.tasks=", "--tasks=")) from None
     device = choose_default_device()

@@ -210,7 +210,7 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
     vocabulary = len(prepared.tokenizer)
     shapes = read_shapes(prepared.model_config, config.model, config.lora, min_vocabulary_size=vocabulary)
     longest = config.dataset.max_length
-    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assume(request.gpus, "bf16"))
+    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assume_gpus(request.gpus, "bf16"))
     tried: list[str] = []
     for adapter, stage, recompute, offload in _list_placements(request.gpus):
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""

@@ -13,7 +13,7 @@ from trainer.config.checks import describe_unusual_settings
 from trainer.config.command_line import parse_override
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.mistakes import UserSettings, replace_invalid_settings
-from trainer.config.paths import get_local_copy, is_remote
+from trainer.config.paths import get_local_path, is_remote
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_config_text
 
@@ -61,7 +61,7 @@ def load_config_text(
         tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
         notes.append(f"output_dir is not set; using {tree['output_dir']}, named after the file")
     elif is_remote(url := str(tree["output_dir"])):
-        notes.append(f"output_dir={url}: written to {get_local_copy(url)}, and uploaded with every checkpoint")
+        notes.append(f"output_dir={url}: written to {get_local_path(url)}, and uploaded with every checkpoint")
     if tree.get("adapters"):
         tree.setdefault("dataset", {})  # each adapter may have its own dataset
     config: RunConfig | None

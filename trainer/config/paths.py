@@ -49,7 +49,7 @@ def is_remote(text: str) -> bool:
     return _STORE.match(text) is not None
 
 
-def get_local_copy(url: str) -> Path:
+def get_local_path(url: str) -> Path:
     scheme, _, rest = url.partition("://")
     return _get_cache_folder().joinpath(scheme, *(part for part in rest.split("/") if part not in ("", ".", "..")))
 
@@ -70,7 +70,7 @@ def _expand_output(text: str) -> str:
     if control := re.search(r"[\x01-\x1f\x7f]", text):
         raise ValueError(f"has a control character ({control[0]!r}), which terminals would interpret; remove it")
     if _STORE.match(path := expand_path(text)):
-        return str(get_local_copy(path))
+        return str(get_local_path(path))
     if "://" in path:
         raise ValueError("is not the URL of an object store; use a folder, or a URL such as s3://bucket/run")
     return path

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.config.files import read_json_or_default
-from trainer.config.paths import get_local_copy, get_remote_url, is_remote
+from trainer.config.paths import get_local_path, get_remote_url, is_remote
 
 COMPLETE_MARKER = "COMPLETE"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -62,7 +62,7 @@ def _download(filesystem: Any, root: str, names: Iterable[str], target: Path) ->
 
 def fetch_data(url: str, label: str) -> Path:
     """Return a local copy of a file or folder, downloaded again if it changed. Raises UserError if it is missing."""
-    target = get_local_copy(url)
+    target = get_local_path(url)
     record = target.with_name(f".{target.name}.versions")
     with open_store(url, label) as (system, root):
         files = _list_files(system, root)
@@ -83,7 +83,7 @@ def open_run(location: str) -> Path:
     """Return the local folder of a run or checkpoint, fetching it first if it is in an object store."""
     if not is_remote(location):
         return Path(location)
-    folder = get_local_copy(location)
+    folder = get_local_path(location)
     fetch_run(folder.parent if CHECKPOINT.fullmatch(folder.name) else folder)
     return folder
 

@@ -55,9 +55,9 @@ def open_forgiving_stream(descriptor: int, errors: str = "replace") -> TextIO:
 
 
 def open_closed_descriptors() -> None:
-    """Open closed standard descriptors (`>&-`), which would otherwise be reused for other files.
+    """Point closed standard descriptors (`>&-`) at /dev/null, so that other files do not reuse their numbers.
 
-    Writes to standard output still fail, so that commands can react; standard error goes to /dev/null.
+    Standard output is read-only, so writes to it still fail and commands can react.
     """
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:

@@ -42,6 +42,8 @@ class DataStats:
     target_tokens: int = 0
     truncated: int = 0
     dropped: int = 0
+    first_dropped: int = 0
+    """Number of the first dropped record in the training data, counted from 1; 0 if none, or if sources are mixed."""
     too_long: int = 0
     answers: int = 0
     empty: int = 0
@@ -107,7 +109,8 @@ class DataStats:
         packs = f" in {format_count(self.samples, 'pack')}, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
         losses += [f"{self.too_long:,} dropped (longer than {self.max_length:,} tokens)"] if self.too_long else []
-        losses += [f"{self.dropped:,} dropped (no trained tokens)"] if self.dropped else []
+        first = f", first: record {self.first_dropped:,}" * bool(self.first_dropped)
+        losses += [f"{self.dropped:,} dropped (no trained tokens{first})"] if self.dropped else []
         return [
             f"{name}: {format_count(self.documents, self._unit)}{packs}, {format_count(self.tokens, 'token')}, "
             f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
@@ -215,7 +218,9 @@ def _build_samples(
     too_long = record_columns["truncated"] & (record_columns["targets"] == 0)
     is_uncut = (record_columns["rejected"] > 0) | (record_columns["image_tokens"] > 0)
     too_long &= (section.too_long == "drop") | is_uncut
-    without_targets = int((record_columns["targets"] == 0).sum())
+    dropped = (record_columns["targets"] == 0) & ~record_columns["skipped"] & ~too_long
+    # Parts of a split text count as one record.
+    before_first = columns["continued"][: records[dropped.argmax()] + 1] if dropped.any() else np.ones(0, dtype=bool)
     unique = np.unique(members)  # repeats due to mix weights are intended
     if section.packing:
         packs = pack_best_fit(member_columns["length"], section.max_length)
@@ -229,7 +234,8 @@ def _build_samples(
         samples=len(grouping.starts) - 1,
         tokens=int(member_columns["length"].sum()),
         target_tokens=int(member_columns["targets"].sum()),
-        dropped=without_targets - int(record_columns["skipped"].sum()) - int(too_long.sum()),
+        dropped=int(dropped.sum()),
+        first_dropped=0 if section.mix or label != "dataset" else int((~before_first).sum()),
         too_long=int(too_long.sum()),
         copies=len(unique) - len(np.unique(columns["digest"][unique])),
         max_length=section.max_length,

@@ -71,7 +71,7 @@ class TrackedFields(Mapping[str, Any]):
         return len(self._values)
 
     def wrap(self, name: str, records: Sequence[Any]) -> list[Any]:
-        """Wrap mappings in `records`, the list in field `name`, so that `list_unused` includes their fields."""
+        """Return `records` (field `name`) with each mapping wrapped, so that `list_unused` includes its fields."""
         wrapped = [TrackedFields(record) if isinstance(record, Mapping) else record for record in records]
         self._inner += [(name, fields) for fields in wrapped if isinstance(fields, TrackedFields)]
         return wrapped

@@ -24,7 +24,7 @@ def suggest_changes(planner: Planner, config: RunConfig, memory: int) -> list[Pl
 def describe_memory_shortage(planner: Planner, config: RunConfig, memory: int, verb_phrase: str) -> str:
     """Return an error message with the needed and the available memory, and suggested changes.
 
-    `where` is the verb phrase before the available memory, such as `can use`.
+    `verb_phrase` comes before the available memory, such as `can use`.
     """
     estimate = planner.estimate(config)
     advice = suggest_changes(planner, config, memory)

@@ -45,7 +45,7 @@ class Machine:
     """Bytes of host memory for a rank's offloaded tensors; None: unlimited."""
 
     @classmethod
-    def assume(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
+    def assume_gpus(cls, world_size: int, precision: str, ranks_per_host: int | None = None) -> "Machine":
         """Return a machine with GPUs and all kernels, except those of mamba-ssm if it is not installed here."""
         hosts = tuple(f"host {rank // (ranks_per_host or world_size)}" for rank in range(world_size))
         return cls(world_size, True, precision, True, precision != "fp32", has_scan_kernels(), hosts)

@@ -62,7 +62,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
 class Metrics:
     """Writes the metrics of a run and shows its progress.
 
-    The run resumes after `first_step` optimizer steps (0 for a fresh run). Records of later steps are removed from
+    The run resumes after `completed_steps` optimizer steps (0 for a fresh run). Records of later steps are removed from
     metrics.jsonl and hidden in TensorBoard, so that every step appears once.
     """
 

@@ -23,7 +23,7 @@ from trainer.parallel.engine.flat_adapter import FlatAdapter, find_flat_adapter,
 from trainer.patches.loss_head import TokenLoss
 
 WARMUP_BATCHES = 3
-"""Number of initial micro-batches that are not measured, as they compile, tune and allocate."""
+"""Initial micro-batches excluded from timing, since they include compilation, autotuning and allocation."""
 MEASURED_BATCHES = 3
 MIN_HOST_FRACTION = 0.8
 """Capture graphs only if launching a forward pass takes at least this fraction of its time."""

@@ -105,7 +105,7 @@ def choose_attention(section: ModelSection) -> str | None:
 
 def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and not has_flash(device, dtype):
-        register_repeated_heads()
+        register_repeated_heads_attention()
 
 
 @replaces("attention over packed documents")
@@ -188,7 +188,7 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @replaces("transformers' attention `sdpa`")
-def register_repeated_heads() -> None:
+def register_repeated_heads_attention() -> None:
     """Replace transformers' `sdpa` in this process with `attend_with_repeated_heads`."""
     from transformers import AttentionInterface
 

@@ -292,7 +292,7 @@ class _LeakObserver:
 
 
 def _compare_documents(old: torch.Tensor, new: torch.Tensor) -> float:
-    """Return the change at the second document as a fraction of the change at the first one."""
+    """Return the RMS change in the second document relative to that in the first."""
     first, second = (new - old)[0].abs().float().split(LENGTHS)  # rotary factors may be complex
     return _compute_rms(second) / max(_compute_rms(first), torch.finfo(torch.float32).tiny)
 

@@ -66,7 +66,7 @@ _DOCUMENTS: ContextVar[DocumentLayout | None] = ContextVar("documents", default=
 
 
 class PerDocumentForward:
-    """Computes a layer's documents separately: in one row with `by_kernels`, otherwise as rows of a batch."""
+    """Runs a layer on each document separately: as one packed row with `by_kernels`, otherwise as rows of a batch."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward

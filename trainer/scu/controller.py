@@ -191,7 +191,7 @@ class ScuController:
         self._pending = _PendingMeasurement(step, sums, copied, memory_mb)
 
     def apply_pending_measurement(self) -> None:
-        """Update lambda from the pending measurement. `penalty` calls this; calling it earlier has the same effect."""
+        """Update lambda from the pending measurement. Called by `compute_penalty`; may be called earlier."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

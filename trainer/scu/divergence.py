@@ -127,7 +127,7 @@ class Divergence:
         return self._token_loss.compute_base_states(self._engine, batch, self._engine.device)
 
     def get_local_sum(self) -> Tensor | None:
-        """Return this rank's KL sum for the step (fp64, in nats); None before the first call to `penalty`."""
+        """Return this rank's KL sum for the step (fp64, in nats); None before the first `compute_penalty`."""
         return None if self._sum is None else self._sum.double()
 
     def compute_bits(self, step: int, sum_global: float) -> float:

@@ -40,7 +40,7 @@ from trainer.patches.packed_attention import VARLEN, choose_attention, disable_v
 from trainer.patches.packing_probe import check_causal, check_sequence_parts, separate_documents
 from trainer.patches.per_document import describe_separate_documents
 from trainer.tasks.answer_metrics import AnswerMetrics
-from trainer.tasks.lm_eval_scores import Scores, TaskScores
+from trainer.tasks.lm_eval_scores import Scores, TaskEvaluator
 from trainer.tasks.task import Task
 
 Log = Callable[[str], None]
@@ -207,7 +207,7 @@ class LanguageTask(Task):
         scores, answers = Scores({}, {}, set()), {}
         engine.eval()
         if settings.tasks:
-            tasks = TaskScores(settings, self._prepared.tokenizer, size, self._ranks)
+            tasks = TaskEvaluator(settings, self._prepared.tokenizer, size, self._ranks)
             scores = tasks.measure(engine.module, engine.device, sync_ranks=needs_synced_passes(engine))
         if settings.metrics:
             held_out, tokenizer = self._prepared.data.evaluation, self._prepared.tokenizer

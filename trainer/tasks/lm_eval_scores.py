@@ -93,7 +93,7 @@ class _Model:
         return self._module.generate(**options, suppress_tokens=self._padding or None, synced_gpus=self._sync_ranks)
 
 
-class TaskScores:
+class TaskEvaluator:
     """Computes a model's scores as `lm_eval run --model hf` does."""
 
     def __init__(self, settings: EvaluationSection, tokenizer: Any, batch_size: int, ranks: Ranks) -> None:

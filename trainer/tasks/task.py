@@ -54,7 +54,7 @@ class Task(Protocol):
     title: ClassVar[str]
     """Name in messages, such as "a language model"."""
     batch_units: ClassVar[tuple[str, ...]]
-    """Units in which batches are counted: all tokens or images, and the targets if they differ."""
+    """Units of a batch's size: ("tokens", "target_tokens") or ("images",)."""
     peft_type: ClassVar[str | None]
     """PEFT's task_type."""
     formats: ClassVar[tuple[str, ...]]

@@ -206,7 +206,7 @@ class _CheckpointNames:
         return self._expert_names[experts_path].get((index, part), f"{experts_path}.{index}.{part}")
 
     def _find_stored_tensors(self, parameter: str) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a parameter of the model, and meta tensors with its names and shapes in the checkpoint."""
+        """Return a model parameter, and the checkpoint tensors that store it (meta tensors by name)."""
         try:
             weight = self._model.get_parameter(parameter)
         except AttributeError as error:

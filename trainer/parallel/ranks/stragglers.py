@@ -50,7 +50,7 @@ class StragglerWatch:
 
     @contextmanager
     def exclude_wait(self) -> Iterator[None]:
-        """Within `time_own_work`, subtract the block (a wait for other ranks) from this rank's own time."""
+        """Within `time_local_work`, subtract the block (a wait for other ranks) from this rank's own time."""
         with self._time_block(-1.0) if self._is_own else nullcontext():
             yield
 
