@@ -4,7 +4,8 @@ A record is passed on as one JSON string (`RAW_COLUMN`) until `parse_row` decode
 `2024-01-01` stay unchanged and records in one file may have different fields. A line that cannot be read is passed on
 as an error message, which `parse_row` raises; its caller decides whether to stop or to skip the line. Errors that
 concern an entire file raise UserError at once. Messages name the file, the line and the offset of bytes that are not
-text. """
+text.
+"""
 
 import codecs
 import csv
