@@ -116,12 +116,10 @@ def check_kind(
             f"{setting}: {class_name} in config.json does not predict the next token; use a causal language model"
         )
     auto = get_auto_class(model_config)
-    auto_map = getattr(model_config, "auto_map", None)
     if type(model_config) not in auto._model_mapping:
-        if not auto_map:
-            raise UserError(
-                f"{setting}: transformers has no causal language model of model_type {kind}; use another model"
-            )
+        if not getattr(model_config, "auto_map", None):
+            problem = f"transformers has no causal language model of model_type {kind}"
+            raise UserError(f"{setting}: {problem}; use another model")
         return
     model_class = auto._model_mapping[type(model_config)]
     required = [
@@ -130,17 +128,13 @@ def check_kind(
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD and name != "input_ids"
     ]
     predicts = has_score_head(model_config) or hasattr(model_class, "prepare_inputs_for_generation")
+    problem = f"needs {required[0]} in every forward pass" if required else "does not generate token by token"
+    if not required and predicts and kind in NOT_CAUSAL and not has_score_head(model_config):
+        problem, predicts = "lets tokens attend to later tokens, so there is nothing to predict", False
     if required or not predicts:
-        problem = f"needs {required[0]} in every forward pass" if required else "does not generate token by token"
         raise UserError(f"{setting}: {model_class.__name__} {problem}; use a causal language model")
-    if kind in NOT_CAUSAL and not has_score_head(model_config):
-        raise UserError(
-            f"{setting}: in {model_class.__name__} tokens attend to later tokens, so there is nothing to predict; use "
-            "a causal language model"
-        )
     # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
-    checks_decoder = "is_decoder" in inspect.getsource(model_class.__init__)
-    if checks_decoder and not getattr(model_config, "is_decoder", True):
+    if "is_decoder" in inspect.getsource(model_class.__init__) and not getattr(model_config, "is_decoder", True):
         raise UserError(
             f"{setting}: {kind} uses bidirectional attention (is_decoder is false in config.json); use a "
             "causal language model"

@@ -106,13 +106,10 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             problem = "is outside the language model and receives no text"
             raise UserError(f"lora.target_modules={to_text(name)}: {problem}; {fix}")
         if not matched & linear:
-            inner = _summarize_names(
-                path for path in linear if any(path.startswith(f"{parent}.") for parent in reachable)
-            )
+            parents = tuple(f"{path}." for path in reachable)
+            inner = _summarize_names(path for path in linear if path.startswith(parents))
             advice = (
-                f"is not a layer, but contains layers; use {inner}"
-                if inner
-                else _describe_unmatched_name(name, linear, "layer")
+                f"is not a layer, but contains layers; use {inner}" if inner else _suggest_fix(name, linear, "layer")
             )
             raise UserError(f"lora.target_modules={to_text(name)}: {advice}")
         if reachable & linear <= set(untrainable):
@@ -124,22 +121,16 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     } | {*expert_aliases}
     for name in lora.exclude_modules:
         if not any(re.fullmatch(build_subtree_pattern(name), path) for path in excludable):
-            raise UserError(
-                f"lora.exclude_modules={to_text(name)}: {_describe_unmatched_name(name, excludable, 'module')}"
-            )
+            raise UserError(f"lora.exclude_modules={to_text(name)}: {_suggest_fix(name, excludable, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(
-                f"lora.modules_to_save={to_text(name)}: {_describe_unmatched_name(name, set(paths), 'module')}"
-            )
+            raise UserError(f"lora.modules_to_save={to_text(name)}: {_suggest_fix(name, set(paths), 'module')}")
     layers = list(find_layers_to_adapt(model, lora))
     adapted = [*layers, *find_expert_targets(model, lora, outside_text), *find_other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
-                raise UserError(
-                    f"lora.{setting}={to_text(name)}: {_describe_unmatched_name(name, set(adapted), 'adapted layer')}"
-                )
+                raise UserError(f"lora.{setting}={to_text(name)}: {_suggest_fix(name, set(adapted), 'adapted layer')}")
     if not adapted and lora.exclude_modules:
         problem = "excludes all layers; remove some entries"
         raise UserError(f"lora.exclude_modules={to_text(lora.exclude_modules)}: {problem}")
@@ -298,7 +289,7 @@ def _is_target(path: str, lora: LoraSection) -> bool:
     return any(matches_path(name, path) for name in lora.target_modules)
 
 
-def _describe_unmatched_name(name: str, paths: set[str], kind: str) -> str:
+def _suggest_fix(name: str, paths: set[str], kind: str) -> str:
     names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)
