@@ -163,7 +163,7 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
 
 ALL = (evaluate, generate, merge, push)
 BAD_FOLDERS = [
-    *[(module, "not a run", "is not the folder of a run") for module in ALL],
+    *[(module, "not a run", "is not a run's output folder") for module in ALL],
     *[(module, "no adapter", "adapter_model.safetensors is missing.*train it first") for module in ALL],
     *[(module, "full", "adapter: none.*full model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: is missing") for module in ALL],

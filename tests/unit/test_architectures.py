@@ -57,7 +57,7 @@ def test_every_linear_layer_of_a_published_shape_is_adapted(shape: str) -> None:
 
 def test_a_hybrids_convolutions_are_said_to_have_no_adapter() -> None:
     [line] = describe_unadapted_weights(adapted("granite-4.0-h-1b"))
-    assert line == "without adapter, not linear layers: conv1d (36 of 3328 x 1 x 4): 0.0% of all parameters"
+    assert line == "without adapter (not linear layers): conv1d (36 of 3328 x 1 x 4); 0.0% of all parameters"
 
 
 @pytest.mark.parametrize("shape", ["qwen2.5-7b", "phi3-mini"])
@@ -72,7 +72,7 @@ def test_experts_without_adapter_are_said_with_their_share() -> None:
     config = AutoConfig.for_model("qwen2_moe", num_hidden_layers=2, num_experts=8, vocab_size=1000)
     model = apply_adapter(build_empty_model(config, ModelSection()), LoraSection(r=8, experts=False), torch.float32)
     [line] = describe_unadapted_weights(model)
-    assert line.startswith("without adapter, not linear layers: ")
+    assert line.startswith("without adapter (not linear layers): ")
     assert "experts.gate_up_proj (2 of 8 x 2816 x 2048)" in line and "experts.down_proj (2 of 8 x 2048 x 1408)" in line
     total = sum(parameter.numel() for parameter in model.parameters())
     share = (2 * 8 * 3 * 1408 * 2048 + 2 * 8 * 2048) / total

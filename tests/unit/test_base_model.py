@@ -162,7 +162,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "awq groups": (quantised("awq", bits=4, group_size="x"), ("config.json: quantization_config.group_size",)),
     "odd groups": (
         quantised("compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "group_size": "x"}}}),
-        ("4-bit Nones by None of 0, but the only supported 4-bit formats are NVFP4 and W4A16",),
+        ("with 4-bit None weights (strategy None, group_size 0), but the only supported",),
     ),
     "fp8": (quantised("fp8"), ("config.json says FP8, but no tensor", "remove quantization_config")),
     "mxfp4": (

@@ -124,7 +124,7 @@ def test_an_empty_list_of_checksums_is_damage(run_dir: Path) -> None:
 def test_a_card_that_push_has_written_is_no_damage(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoint-15"
     (checkpoint / "README.md").write_text("a better card")
-    assert describe_damage(checkpoint) == "README.md is damaged: 13 bytes of 6"
+    assert describe_damage(checkpoint) == "README.md is damaged: it has 13 of 6 bytes"
     reseal(checkpoint, "README.md")
     assert describe_damage(checkpoint) is None
 

@@ -366,7 +366,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "no field known": (
         {"foo": "a", "bar": "b"},
         {},
-        ("foo, bar", "instruction + output", "set dataset.fields, such as {prompt: "),
+        ("foo, bar", "instruction + output", "set dataset.fields, e.g. {prompt: "),
     ),
     "format without its field": (
         {"foo": "a", "bar": "b"},

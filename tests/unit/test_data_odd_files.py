@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a quote within quotes": (
         "a.csv",
         'prompt,completion\nx,"a "b" c"\n',
-        ("line 2 of a.csv is not CSV", 'a " inside it twice'),
+        ("line 2 of a.csv is not CSV", '" inside them as ""'),
     ),
     "two columns of one name": (
         "a.csv",

@@ -53,7 +53,7 @@ def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokeni
     assert [len(sample.input_ids) for sample in kept] == [lengths[0], lengths[2]]
     if not streaming:
         assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
-        assert f"2 longer than {limit} tokens dropped" in " ".join(left.stats.format_summary())
+        assert f"2 dropped (longer than {limit} tokens)" in " ".join(left.stats.format_summary())
         with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset are longer.*too_long: cut"):
             prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
 

@@ -197,7 +197,7 @@ NO_FORMAT: dict[str, tuple[str, str, str]] = {
     "one column": (
         "a.csv",
         "question\nx\n",
-        "set dataset.fields, such as {prompt: question, completion: answer}, {text: ",
+        "set dataset.fields, e.g. {prompt: question, completion: answer}, {text: ",
     ),
     "many fields": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(30)), "x")), "10, 11 and 18 more, not"),
     "no field": ("a.jsonl", "{}\n", "the records have no fields"),

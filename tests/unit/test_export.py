@@ -62,7 +62,7 @@ def test_differences_in_llama_cpp_are_reported(tmp_path: Path, capsys: pytest.Ca
     tokenizer.save_pretrained(base)
     assert main([str(make_run(tmp_path, base=base)), "--format", "gguf", "--output", str(tmp_path / "a.gguf")]) == 0
     said = capsys.readouterr().out
-    assert "context of 64 tokens: llama.cpp does not support this model's sliding window" in said
+    assert "context limited to 64 tokens: llama.cpp does not support this model's sliding window" in said
     assert "handles spaces after special tokens differently" in said
 
 

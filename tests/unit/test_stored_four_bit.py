@@ -196,7 +196,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mxfp4": (
         changed_group("nvfp4", weights=INPUTS | {"strategy": "group", "group_size": 32}),
-        "4-bit floats by group of 32, but the only supported 4-bit formats are NVFP4 and W4A16",
+        "with 4-bit float weights (strategy group, group_size 32), but the only supported",
     ),
     "rotated": (announced("w4a16") | {"transform_config": {"config_groups": {"R1": {}}}}, "with rotated inputs"),
     "sparse": (announced("w4a16") | {"sparsity_config": {"format": "marlin-24"}}, "with sparse weights"),
