@@ -18,17 +18,17 @@ STEPS, CUT = 8, 4
 # The trainer with a controller that is handed a sum of losses which is no number in step 3; the loss itself is sound.
 POISONED = """
 import sys
-from trainer.scu import controller as steering
+from trainer.scu import controller
 from trainer.train import main
 
-observe = steering.ScuController.observe
+observe = controller.ScuController.observe
 
 
 def poisoned(self, step, loss_sum_global, *others):
     observe(self, step, loss_sum_global * (float("nan") if step == 3 else 1.0), *others)
 
 
-steering.ScuController.observe = poisoned
+controller.ScuController.observe = poisoned
 sys.exit(main())
 """
 

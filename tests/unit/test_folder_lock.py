@@ -31,7 +31,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from trainer.contract.folder_lock import FolderLock
-lock = FolderLock.acquire(Path(sys.argv[1]), resumes=False, say=print)
+lock = FolderLock.acquire(Path(sys.argv[1]), resumes=False, log=print)
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 lock.release()

@@ -93,7 +93,7 @@ def test_the_same_base_elsewhere_is_the_same(ground: Path, tmp_path: Path) -> No
 
 def test_a_base_that_changed_in_place_is_refused(ground: Path, base: Path) -> None:
     make_model(base, seed=5)
-    with pytest.raises(UserError, match=r"weight files differ from when .*run was trained.*--allow-mismatch"):
+    with pytest.raises(UserError, match=r"weight files differ from those on which .*run was trained.*--allow-mismatch"):
         find_run(ground / "run")
     find_run(ground / "run", allow_mismatch=True)
 
@@ -208,7 +208,7 @@ def test_training_does_not_start_from_an_adapter_that_was_edited(
     edit(run_dir / place / "adapter_config.json", lora_alpha=64)
     assert starts(ground, run_dir / place) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "adapter_config.json was changed after training; restore" in line and "lora.allow_mismatch: true" in line
+    assert "adapter_config.json was changed after training; undo the change" in line and "lora.allow_mismatch: true" in line
     assert starts(ground, run_dir / place, "lora.allow_mismatch=true") == 0
 
 

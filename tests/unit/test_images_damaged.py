@@ -142,7 +142,7 @@ def test_captions_in_a_table_are_read_as_imagefolder_reads_them(tmp_path: Path) 
     assert "metadata.csv, record 1: needs file_name" in refused(folder)
 
 
-@pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "text_encoder_3 up to 256")])
+@pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "up to 256 for text_encoder_3")])
 def test_captions_longer_than_an_encoder_reads_are_counted(tmp_path: Path, family: str, more: str) -> None:
     pipeline = read_pipeline(str(make_pipeline(tmp_path / "pipeline", family)), ModelSection())
     assert describe_truncated_captions(pipeline, ["a" * 75, "short"]) == []

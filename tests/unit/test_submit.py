@@ -23,7 +23,7 @@ HOLD_AND_DIE = """
 import os, sys
 from pathlib import Path
 from trainer.contract.folder_lock import FolderLock
-lock = FolderLock.acquire(Path(sys.argv[1]), resumes=False, say=print)
+lock = FolderLock.acquire(Path(sys.argv[1]), resumes=False, log=print)
 os.kill(os.getpid(), 9)
 """
 CONFIG = "base_model: some/model\noutput_dir: {run}\ndataset: {{path: data.jsonl}}\n"
