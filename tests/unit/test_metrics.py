@@ -217,7 +217,7 @@ def test_a_full_disk_pauses_the_metrics_and_loses_none(tmp_path: Path) -> None:
     said = shown.getvalue().splitlines()
     again = "metrics are being written again; metrics.jsonl is complete"
     assert [line.partition(":")[0] for line in said] == ["warning", again, "warning", "warning"]
-    assert "training continues: File too large (the disk at /" in said[0] and "GiB free" in said[0]
+    assert "warning: File too large (the disk at /" in said[0] and "GiB free" in said[0]
     assert "the last metrics of this run were not written" in said[3]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 

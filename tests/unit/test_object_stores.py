@@ -102,7 +102,7 @@ def test_an_interrupted_upload_is_no_checkpoint_and_training_continues(
 
     monkeypatch.setattr("trainer.checkpoint.checkpoint_manager.upload_run", note_what_is_there)
     shown = " ".join(train(ground, output_dir=URL, training__max_steps=3, training__save_steps=1).split())
-    assert f"not uploaded: {URL}: cannot be used (ConnectionError: the network is down)" in shown
+    assert f"not uploaded: {URL}: cannot be accessed (ConnectionError: the network is down)" in shown
     assert "checkpoint-2/COMPLETE" not in during[1] and "checkpoint-1/COMPLETE" in during[1]
     assert {f"checkpoint-{step}/COMPLETE" for step in (1, 2, 3)} <= names(store)  # with the next one
     for step in (1, 2, 3):
@@ -140,7 +140,7 @@ def test_data_is_read_from_the_store_and_again_when_it_changes(store: MemoryFile
         ("dataset.path=memory://bucket/gone.jsonl", "no such file or folder; check its name"),
         (
             "dataset.path=nope://bucket/a.jsonl",
-            r"dataset.path=nope://bucket/a.jsonl: cannot be used \(ValueError: .*; use one of",
+            r"dataset.path=nope://bucket/a.jsonl: cannot be accessed \(ValueError: .*; use one of",
         ),
         ("dataset.path=abfs://bucket/a.jsonl", "needs adlfs, which is not installed; pip install adlfs"),
         ("output_dir=https://example.com/run", "is not the URL of an object store; use a folder"),

@@ -93,7 +93,7 @@ def test_parameters_are_counted_as_what_they_stand_for_and_packed_experts_are_li
     packed = apply_adapter(streamed(folders["mixtral"], QuantizationSection()), lora, torch.float32)
     assert count_parameters(packed) == count_parameters(plain)
     [line] = describe_unadapted_weights(packed)
-    assert line.startswith("without adapter, not linear layers: ")
+    assert line.startswith("without adapter (not linear layers): ")
     assert all(part in line for part in ("gate (2 of 4 x 64)", "experts.gate_up_proj (2 of 4 x 256 x 64)"))
 
 

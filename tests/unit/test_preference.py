@@ -330,7 +330,7 @@ def test_long_prompts_are_cut_and_answers_never(ground: Path) -> None:
     endless = {"prompt": "red", "chosen": "cat " * 60, "rejected": "blue dog"}
     documents, lines, _ = pairs_of(ground, endless, PAIR, dataset__max_length=48)
     assert len(documents) == 2
-    assert any("are longer than dataset.max_length=48 and dropped" in line for line in lines)
+    assert any("are dropped because they exceed dataset.max_length=48" in line for line in lines)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {

@@ -164,7 +164,13 @@ def test_a_signal_to_a_run_that_has_failed_gives_it_no_more_time(
     monkeypatch.setattr(supervisor, "END_TIMEOUT_S", 0.4)
     script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, remote=SshRanks({}))
-    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+
+    def signal_once_it_has_failed() -> None:
+        while run.state is not supervisor.RunState.FAILING:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=signal_once_it_has_failed, daemon=True).start()
     began = time.monotonic()
     assert run.run() == 1 and run.signals == [signal.SIGTERM]
     assert time.monotonic() - began < 0.5 * supervisor.SAVE_TIMEOUT_S

@@ -43,7 +43,7 @@ def test_the_place(variables: dict[str, str], place: tuple[str | None, int, int,
         ({"RANK": "7"}, None, "RANK=7: WORLD_SIZE is missing"),
         (TORCH | {"WORLD_SIZE": "3"}, None, "RANK=3: must be below WORLD_SIZE=3"),
         (SRUN | {"SLURM_PROCID": "6"}, None, "SLURM_PROCID=6: must be below SLURM_STEP_NUM_TASKS=6"),
-        ({}, 16, "16 ranks were requested, but the environment of this rank on .* sets rank 0 of 1"),
+        ({}, 16, "16 ranks were requested, but the environment on .* sets rank 0 of 1"),
         (TORCH, 16, "16 ranks were requested, .* rank 3 of 8"),
     ],
 )

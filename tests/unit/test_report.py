@@ -278,7 +278,7 @@ def test_s_is_drawn_against_target_and_deadband(tmp_path: Path) -> None:
     (s,) = [chart for chart in build_charts(read_metrics(tmp_path), deadband=0.003) if chart.title == "SCU: S"]
     lines = {curve.label: curve.line.values for curve in s.curves}
     np.testing.assert_allclose(lines["target"], 2.0)
-    np.testing.assert_allclose(lines["S smoothed"], 3.0 - np.arange(1, STEPS + 1) / STEPS)
+    np.testing.assert_allclose(lines["smoothed S"], 3.0 - np.arange(1, STEPS + 1) / STEPS)
     assert s.band == pytest.approx((1.7, 2.3))
     drawn = render_chart(s)
     marks = [float(mark) for mark in re.findall(r'class="y" style="top:[\d.]+%">([\d.]+)<', drawn)]

@@ -200,7 +200,7 @@ def test_a_damaged_newest_one_is_passed_over_in_training(run_dir: Path, ground: 
     file = run_dir / "checkpoint-4" / "training_state-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
     shown = train(ground, training__resume_from_checkpoint="latest")
-    assert "warning: skipped checkpoint-4 (training_state-00000.safetensors is damaged: 5,000 bytes of" in shown
+    assert "warning: skipped checkpoint-4 (training_state-00000.safetensors is damaged: it has 5,000 of" in shown
     assert "resuming from checkpoint-2" in shown and "resumed from" in shown
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert describe_damage(run_dir / "checkpoint-4") is None and (run_dir / "abandoned-checkpoint-4").is_dir()
