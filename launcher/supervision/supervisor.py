@@ -271,7 +271,9 @@ class Supervisor:
         has_stopped = self._has_stopped()
         waited = {rank for rank, rank_exit in self.exits.items() if has_stopped and rank_exit.killed_by_launcher}
         failed = [code for rank, code in enumerate(codes) if code and not is_stop_status(code) and rank not in waited]
-        # A signal to a run that is already failing, for example after losing a node, does not hide the failure.
+        # A signal to a run that is already failing, for example after losing a node, does not hide the failure, even if
+        # the only exit code is that of the launcher, which this process killed.
+        failed = failed or [EXIT_FAILED] * (self.state is RunState.FAILING)
         at_once = self.abort is AbortReason.AT_ONCE
         before_steps = not self.observer.has_begun_step and self.state is not RunState.FAILING
         if self.signals and (not failed or at_once or before_steps or has_stopped):

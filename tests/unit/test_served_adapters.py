@@ -111,7 +111,7 @@ def test_weights_that_are_stored_transposed_are_exported(tmp_path: Path) -> None
         (
             "sglang",
             {"modules_to_save": ["lm_head"]},
-            "SGLang only supports A and B of linear layers, and the adapter has lm_head",
+            "SGLang only supports A and B of linear layers, but the adapter has lm_head",
         ),
         ("gguf-lora", {"modules_to_save": ["lm_head"]}, "llama.cpp only supports A and B of linear layers"),
     ],
@@ -130,7 +130,7 @@ def test_layers_that_a_server_does_not_know_are_refused(tmp_path: Path) -> None:
     for form, server in (("sglang", "SGLang"), ("vllm", "vLLM")):
         with pytest.raises(UserError, match=rf"{server} does not apply .* shared_expert_gate; .*lora\.exclude_modules"):
             export(find_run(run), form, tmp_path / "out")
-    with pytest.raises(UserError, match=r"gguf-lora: Qwen2MoeForCausalLM is not one of .*convert_lora_to_gguf"):
+    with pytest.raises(UserError, match=r"gguf-lora: Qwen2MoeForCausalLM is not supported .*convert_lora_to_gguf"):
         export(find_run(run), "gguf-lora", tmp_path / "adapter.gguf")
 
 

@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "zero.extra.optimizer.type=Lion": ("has its own setting; use training.optimizer",),
     "zero.extra.zero_allow_untested_optimizer=false": ("is set by zerolora and cannot be changed; remove it",),
-    "zero.extra.sparse_attention={}": ("is not supported",),
+    "zero.extra.sparse_attention={}": ("is a DeepSpeed feature that zerolora does not support",),
     "zero.extra=5": ("zero.extra=5: must be a mapping",),
     "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be a string; put it in quotes",),
     "dataset.mix=a.jsonl": ("dataset.mix=a.jsonl: must be a list of sections, such as [{path: ...}]",),
@@ -257,10 +257,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     # what looks like a number or text and is none
     "training.learning_rate=._1": ("training.learning_rate=._1: must be a number, such as 1000 or 1e3",),
     "adapter=[\x1b": ("adapter=[: not valid YAML",),
-    "logging.run_name=caf\udce9": ("logging.run_name=caf\\udce9': not UTF-8",),
-    "dataset.system_prompt=caf\udce9": ("dataset.system_prompt=caf\\udce9': not UTF-8",),
-    "output_dir=caf\udce9": ("output_dir=caf\\udce9': not UTF-8",),
-    "caf\udce9=1": ("'caf\\udce9=1': not UTF-8",),
+    "logging.run_name=caf\udce9": ("logging.run_name=caf\\udce9': not valid UTF-8",),
+    "dataset.system_prompt=caf\udce9": ("dataset.system_prompt=caf\\udce9': not valid UTF-8",),
+    "output_dir=caf\udce9": ("output_dir=caf\\udce9': not valid UTF-8",),
+    "caf\udce9=1": ("'caf\\udce9=1': not valid UTF-8",),
     f"training.max_steps={'9' * 5000}": ("must be a whole number",),
 }
 

@@ -40,12 +40,12 @@ def test_groups_of_unequal_size_are_refused() -> None:
         (
             ["zero.stage=3"],
             "OK",
-            "auto: 3 x the base model, each sharded over 1 or 2 or 3 ranks, if a replica fits on a host",
+            "auto: 3 replica(s) of the base model, each sharded over 1 or 2 or 3 ranks, if a replica fits on a host",
         ),
         (
             ["zero.stage=3", "zero.shard_within=all"],
             "WARN",
-            "all: 1 replica(s) of the base model, each sharded over 6 ranks; weights",
+            "all: 1 replica(s) of the base model, each sharded over 6 ranks; every layer's weights",
         ),
         (["zero.stage=3", "zero.shard_within=4"], "FAIL", "6 ranks cannot be divided into groups of 4"),
     ],

@@ -239,7 +239,7 @@ def test_the_savings_are_shown(ground: Path, capsys: pytest.CaptureFixture[str])
         "dataset.packing=true",
     ]
     assert inspect([*common, "preference.share_prompt=true"]) == 0
-    shown = re.search(r"shared prompts: save ([0-9.]+)% of the tokens", capsys.readouterr().out)
+    shown = re.search(r"shared prompts save ([0-9.]+)% of the tokens", capsys.readouterr().out)
     assert shown and 5 < float(shown[1]) < 50
     assert inspect(common) == 0
     assert "shared prompts" not in capsys.readouterr().out

@@ -124,7 +124,7 @@ def test_every_stage_is_predicted_from_8b_to_1t_on_64_to_4096_gpus(shape: str, s
     slower = [step.gradients + step.slowest for step in steps]
     assert slower == sorted(slower) and steps[-1].total < 1.2 * steps[0].total
     names = [each.name for each in steps[0].collectives]
-    assert names == [*["gather of a layer within the host"] * (stage == 3), "sums of the adapter's gradients"]
+    assert names == [*["per-layer all-gather within the host"] * (stage == 3), "adapter gradient reduction"]
 
 
 def test_collectives_add_up_to_the_bytes_and_seconds_of_a_step() -> None:
@@ -134,7 +134,7 @@ def test_collectives_add_up_to_the_bytes_and_seconds_of_a_step() -> None:
         step, _ = predict_step(of_hosts, config, "H100", 50e9)
         gather, gradients = step.collectives
         traffic = of_hosts.estimate_received_bytes(config)
-        assert gather.name == f"gather of a layer {place}" and gather.per_step == 64
+        assert gather.name == f"per-layer all-gather {place}" and gather.per_step == 64
         weights = traffic["weights_from_its_host"] + traffic["weights_from_other_hosts"]
         assert gather.per_step * gather.bytes_received == pytest.approx(weights, abs=64)
         assert gradients.bytes_received == traffic["gradients"] and gradients.seconds == step.gradients

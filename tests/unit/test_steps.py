@@ -47,7 +47,7 @@ def test_steps_are_counted_as_training_takes_them(
         batches = batches_of(settings, samples, ranks)
         epoch_steps = compute_steps_per_epoch(len(batches.samples), batches.global_batch_size)
         assert steps == np.ceil(settings.epochs * epoch_steps)
-        assert describe_steps(settings, samples, ranks).startswith(f"{steps} ({epoch_steps} an epoch), ")
+        assert describe_steps(settings, samples, ranks).startswith(f"{steps} ({epoch_steps} per epoch), ")
 
 
 def batches_of(training: Any, samples: int, ranks: int) -> Batches:
