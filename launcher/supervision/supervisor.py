@@ -236,7 +236,8 @@ class Supervisor:
             if self.state is RunState.RUNNING:
                 self.state = RunState.STOPPING
         stop.is_sent = stop.is_sent or self._send_stop()
-        if not self.observer.has_begun_step and now - stop.announced_at > FAILURE_TIMEOUT_S:
+        is_late = now - stop.announced_at > FAILURE_TIMEOUT_S and self.state is not RunState.FAILING
+        if is_late and not self.observer.has_begun_step:
             # No signal reaches a rank that waits for others in native code, and there is nothing to save.
             return not self.observer.check_for_steps()
         return False
