@@ -60,7 +60,7 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     if len(arguments) > 1 and arguments[0].endswith((".yaml", ".yml", ".json")):
         raise UserError(f"{arguments[1]}: not an option of zerolora import; pass only {arguments[0]}")
     if len(arguments) > 1 or arguments[0].startswith("--") or arguments[0] == "trl":
-        foreign = importlib.import_module("launcher.importing.trl").read_command_line(arguments, Path.cwd())
+        foreign = importlib.import_module("launcher.importing.trl").parse_command_line(arguments, Path.cwd())
     else:
         foreign = read_foreign_config(Path(arguments[0]), dataset_dir)
     module = importlib.import_module(f"launcher.importing.{TRANSLATORS[foreign.trainer]}")
