@@ -49,8 +49,7 @@ def adapters(
             raise typer.Exit(code)
     others = [entry for entry in changes.added if entry["name"] not in names]
     removed = changes.removed if action == "add" else [*changes.removed, target]
-    changes = replace(changes, added=others + added, removed=removed)
-    changes.write(run)
+    replace(changes, added=others + added, removed=removed).write(run)
     log(f"{run}: will {action} {', '.join(sorted(names))} after the current step, or when the run resumes")
 
 

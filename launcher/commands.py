@@ -64,7 +64,6 @@ METAVARS = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FIL
 UsageError: Any = typer.BadParameter.__base__
 """Click's UsageError; some versions of Typer bundle Click."""
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings to override.")]
 
 HELP_OPTIONS = ["-h", "--help"]
@@ -92,7 +91,7 @@ def zerolora(version: Version = False) -> None:
 
 @app.command()
 def train(
-    config: Config,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")],
     overrides: Overrides = None,
     launcher: Annotated[str, typer.Option(help="auto, local, hostfile, slurm or mpi.")] = "auto",
     hostfile: Annotated[Path | None, typer.Option(help="File of hosts, one per line: `gpu-a slots=8`.")] = None,
@@ -205,10 +204,9 @@ def build_command() -> Any:
 
 def main() -> int:
     """Run the command line and return its exit code; for a user error, print one line to stderr and return 2."""
-    arguments = sys.argv[1:] or ["--help"]
     try:
         # In standalone mode, Typer would draw a box around each error.
-        return int(build_command()(args=arguments, prog_name="zerolora", standalone_mode=False) or 0)
+        return int(build_command()(args=sys.argv[1:] or ["--help"], prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
         mistake = format_one_line(_describe_usage_error(error))

@@ -50,12 +50,8 @@ class LaunchRequest:
         """
         if self.launcher not in LAUNCHERS:
             raise UserError(f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}")
-        if self.launcher != "auto":
-            chosen = self.launcher
-        elif self.hostfile is not None:
-            chosen = "hostfile"
-        else:
-            chosen = "slurm" if is_in_allocation(os.environ) else "local"
+        default = "hostfile" if self.hostfile is not None else "slurm" if is_in_allocation(os.environ) else "local"
+        chosen = default if self.launcher == "auto" else self.launcher
         if chosen == "hostfile" and self.hostfile is None:
             raise UserError("--launcher hostfile: needs --hostfile FILE, with one line per host, `gpu-a slots=8`")
         if self.hostfile is not None and chosen not in ("hostfile", "mpi"):

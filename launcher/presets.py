@@ -6,6 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -146,15 +147,11 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
     values = {"output_dir": f"runs/{_build_file_name(output.stem)}"} | ({"dataset.path": data} if data else {})
+    own_comments = list(takewhile(lambda line: line.startswith("#"), rest))  # about the preset's own model
     if model:
         values["base_model"] = model
-        while rest[0].startswith("#"):
-            rest.pop(0)  # comments about the preset's own model
-        lines += ["#", f"# {model}, with the settings of the preset {preset}."]
-    else:
-        while rest[0].startswith("#"):
-            lines.append(rest.pop(0))
-    return "\n".join([*lines, "", *_add_comments(rest, values)]) + "\n"
+    lines += ["#", f"# {model}, with the settings of the preset {preset}."] if model else own_comments
+    return "\n".join([*lines, "", *_add_comments(rest[len(own_comments) :], values)]) + "\n"
 
 
 def _add_comments(lines: list[str], values: Mapping[str, str]) -> list[str]:

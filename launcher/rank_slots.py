@@ -121,8 +121,7 @@ class RestartPlanner:
             allocation, nodes=tuple(allocation.nodes[node] for node in nodes[:count]), ranks_per_node=ranks
         )
         address = self._request.master_addr if 0 in nodes[:count] else None
-        port = self._request.master_port
-        build = partial(build_srun_command, allocation=reduced, address=address, port=port)
+        build = partial(build_srun_command, allocation=reduced, address=address, port=self._request.master_port)
         slots = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
         return RestartPlan((build, SrunRanks(reduced)), slots, len(nodes) * size)
 

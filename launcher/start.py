@@ -61,17 +61,15 @@ def start(
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     check_not_locked(run_dir, resumes=resumes)
     print_progress(f"zerolora {get_version()}: {arguments[0]}")
-    from trainer.checkpoint.output_folder import (
-        check_inputs_and_output,  # imports numpy, which other commands do not need
-    )
+    # Imports numpy, which other commands do not need.
+    from trainer.checkpoint.output_folder import check_inputs_and_output
 
     check_inputs_and_output(loaded.config)
     terminal_fd = share_stdout()
     with PrestartedRanks.start(command) if remote is None else nullcontext() as prestarted:
         slots = RestartPlanner(request, logs, build)
-        hang_timeout = loaded.config.training.hang_timeout
         if prestarted is not None:
-            code = prestarted.wait_for_checks(hang_timeout)
+            code = prestarted.wait_for_checks(loaded.config.training.hang_timeout)
         else:
             # Check here, on behalf of remote ranks. Print only progress; rank 0 prints notes and warnings later.
             prepare = ["trainer.commands.prepare_run", "--phases", *arguments, f"--world-size={command.ranks}"]
@@ -83,8 +81,7 @@ def start(
                 record_attempt(run_dir, os.environ)
             record_arguments(loaded.config, list(arguments))
             rank_arguments = [*arguments, "--lock", lock.token, encode_command(sys.argv), *flags]
-            first_plan = (build, remote)
-            code = AttemptRunner(rank_arguments, loaded.config, first_plan, slots, prestarted, terminal_fd).train()
+            code = AttemptRunner(rank_arguments, loaded.config, (build, remote), slots, prestarted, terminal_fd).train()
             if is_job_attempt and lock.is_held:
                 with suppress(OSError, UnreadableFileError):  # an unreadable folder does not change the exit code
                     record_attempt_end(run_dir, os.environ, code)
@@ -225,8 +222,7 @@ def resolve_max_restarts(setting: int | None, remote: RemoteRanks | None) -> int
 def _adjust_exit_code(code: int, remote: RemoteRanks | None) -> int:
     if not isinstance(remote, SrunRanks) or code in (EXIT_OK, EXIT_USAGE, *STOP_CODES):
         return code
-    lost = detect_lost_nodes(remote.allocation)
-    if not lost:
+    if not (lost := detect_lost_nodes(remote.allocation)):
         return code
     log(f"lost nodes: {', '.join(lost)}; requeue the job (exit code {EXIT_PREEMPTED})")
     return EXIT_PREEMPTED

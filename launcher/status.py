@@ -87,11 +87,8 @@ def read_job(job_id: str) -> list[dict[str, str]]:
         return []
     # Values may contain spaces, but not " Name=".
     fields = re.compile(r"(?:^| )([A-Z][A-Za-z:/]*)=")
-    jobs = []
-    for line in result.stdout.splitlines():
-        parts = fields.split(line.strip())
-        jobs.append(dict(zip(parts[1::2], map(str.strip, parts[2::2]), strict=True)))
-    return [job for job in jobs if job]
+    rows = [fields.split(line.strip()) for line in result.stdout.splitlines()]
+    return [dict(zip(row[1::2], map(str.strip, row[2::2]), strict=True)) for row in rows if len(row) > 1]
 
 
 def find_run_dir(job: Mapping[str, str]) -> Path | None:
@@ -105,13 +102,9 @@ def _find_end_state(job: Mapping[str, str], run: Path) -> str | None:
 
 
 def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
-    number = job["JobId"]
-    if "ArrayTaskId" in job:
-        number = f"{job['ArrayJobId']}_{job['ArrayTaskId']}"
-    state = job["JobState"]
-    if job.get("Reason", "None") != "None":
-        state += f" ({job['Reason']})"
-    rows = [("job", f"{number} {state}")]
+    number = f"{job['ArrayJobId']}_{job['ArrayTaskId']}" if "ArrayTaskId" in job else job["JobId"]
+    reason = f" ({job['Reason']})" if job.get("Reason", "None") != "None" else ""
+    rows = [("job", f"{number} {job['JobState']}{reason}")]
     if job.get("NodeList", "(null)") != "(null)":
         rows.append(("nodes", job["NodeList"]))
     rows.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, attempt {int(job.get('Restarts', 0)) + 1}"))

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -219,9 +218,8 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
 
 
 def build_train_command(config: Path, run: SweepRun, gpus_per_run: int | None) -> list[str]:
-    resume = [f"{RESUME}=auto"]
     number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
-    return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *resume, *number]
+    return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, f"{RESUME}=auto", *number]
 
 
 def train_runs(
@@ -249,12 +247,11 @@ def train_runs(
                 free.append(run.gpus)
                 _record_end(run, runs, folder)
     finally:
-        for run in running:  # after Ctrl-C or SIGTERM, each saves a checkpoint and stops
-            if run.process and run.process.poll() is None:
-                run.process.send_signal(signal.SIGTERM)
-        for run in running:
-            if run.process:
-                run.process.wait()
+        processes = [run.process for run in running if run.process]
+        for process in processes:  # after Ctrl-C or SIGTERM, each saves a checkpoint and stops
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
 def _start_run(config: Path, run: SweepRun, gpus_per_run: int | None, folder: Path, *, inherits_terminal: bool) -> None:

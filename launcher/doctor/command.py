@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from launcher.doctor.this_host import (
     check_build_locks,
@@ -184,10 +184,8 @@ def print_checks(checks: Iterable[CheckResult], *, as_json: bool) -> None:
         typer.echo(json.dumps({"checks": [asdict(check) for check in listed], "counts": counts}, indent=1))
         return
     console = Console(highlight=False, width=min(shutil.get_terminal_size((LINE_WIDTH, 25)).columns, LINE_WIDTH))
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = (Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"))
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     # There may be hundreds of other hosts, so list only their problems.
     passed = {check.host: 0 for check in listed if check.host}
     for check in listed:

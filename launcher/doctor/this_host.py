@@ -10,7 +10,6 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ from trainer.config.errors import format_count
 from trainer.contract.bytecode import find_missing_bytecode
 from trainer.contract.home import ZEROLORA_HOME
 from trainer.contract.json_records import CheckResult, CheckState
-from trainer.contract.known_versions import describe_untested
+from trainer.contract.known_versions import describe_untested, get_installed_version
 from trainer.contract.rendezvous import describe_port_problem, get_host_name
 
 PYPROJECT_FILE = ZEROLORA_HOME / "pyproject.toml"
@@ -73,12 +72,10 @@ def _check_dependencies() -> Iterator[CheckResult]:
 
     for text in tomllib.loads(PYPROJECT_FILE.read_text(encoding="utf-8"))["project"]["dependencies"]:
         requirement = Requirement(text)
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = get_installed_version(requirement.name)
+        if version is None:
             yield CheckResult(requirement.name, "FAIL", "not installed", f"pip install '{text}'")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             yield CheckResult(requirement.name, "FAIL", f"{version} is installed", f"pip install '{text}'")
 
 
@@ -143,15 +140,11 @@ def _run_nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def check_folders(config: RunConfig | None, needed_bytes: Mapping[str, int]) -> Iterator[CheckResult]:
-    folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": get_extensions_folder()}
     if config is not None:
-        folders = {
-            "output_dir": Path(config.output_dir),
-            "dataset.cache_dir": Path(config.dataset.cache_dir).expanduser(),
-        } | folders
-    for name, folder in folders.items():
-        needed = needed_bytes.get("disk", 0) / GIB if name == "output_dir" else 0.0
-        yield check_space(f"disk: {name}", folder, needed)
+        yield check_space("disk: output_dir", Path(config.output_dir), needed_bytes.get("disk", 0) / GIB)
+        yield check_space("disk: dataset.cache_dir", Path(config.dataset.cache_dir).expanduser(), 0.0)
+    yield check_space("disk: temporary files", Path(tempfile.gettempdir()), 0.0)
+    yield check_space("disk: built operators", get_extensions_folder(), 0.0)
 
 
 def check_space(name: str, folder: Path, needed_gib: float) -> CheckResult:
@@ -167,11 +160,9 @@ def check_space(name: str, folder: Path, needed_gib: float) -> CheckResult:
     except OSError as error:
         reason = "the disk quota is exceeded" if error.errno == errno.EDQUOT else error.strerror
         return CheckResult(name, "FAIL", f"{description}, but a 1 MiB file cannot be written: {reason}", fix)
-    if free < max(MIN_FREE_GIB, needed_gib):
-        return CheckResult(name, "FAIL", description, fix)
-    return CheckResult(
-        name, "WARN" if free < RECOMMENDED_GIB else "OK", description, fix if free < RECOMMENDED_GIB else ""
-    )
+    if free < max(RECOMMENDED_GIB, needed_gib):
+        return CheckResult(name, "FAIL" if free < max(MIN_FREE_GIB, needed_gib) else "WARN", description, fix)
+    return CheckResult(name, "OK", description)
 
 
 def check_memory(ranks: int, needed_bytes: Mapping[str, int], *, on_gpus: bool) -> Iterator[CheckResult]:

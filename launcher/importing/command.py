@@ -84,8 +84,7 @@ def drop_unused_settings(translation: Translation) -> None:
         return
     for unused in find_unused_settings(config):
         if unused.name in translation.settings and not unused.unmet.replaces:
-            names = translation.settings.pop(unused.name).names
-            for name in names[:1]:  # a default has no names
+            for name in translation.settings.pop(unused.name).names[:1]:  # a default has no names
                 translation.note_unsupported(
                     name, f"{unused.name} would have no effect, because {unused.unmet.describe_reason(config)}"
                 )

@@ -30,7 +30,6 @@ INT8_NOTE = (
 )
 TOKENIZER_TEMPLATE_NOTE = "the tokenizer's chat template is used; base models may have none"
 PREFERENCE_LOSSES = load_table("llamafactory")["pref_loss"].values or {}
-OPTIMIZERS = load_table("transformers")["optim"].values or {}
 STYLES: dict[str, tuple[str, str, str]] = read_tables()["alpaca_styles"]
 CHAT_TEMPLATES: dict[str, str] = aliases.split_names(read_tables()["chat_templates"])
 
@@ -262,8 +261,7 @@ def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
     if file is None:
         return None
     try:
-        is_yaml = file.suffix in (".yaml", ".yml")
-        content = read_yaml(file, Yaml11Loader).tree if is_yaml else read_json(file, Any)
+        content = read_yaml(file, Yaml11Loader).tree if file.suffix in (".yaml", ".yml") else read_json(file, Any)
     except UserError as error:
         t.reject(name, str(error))
         return None

@@ -7,17 +7,18 @@ remark, an entry in the list of keys without effect, or an error.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial, reduce
+from functools import cache, partial, reduce
 from itertools import accumulate
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import Mistake, UserErrors, describe_problem, find_nearest, to_text
+from trainer.config.files import build_type_adapter
 from trainer.config.messages import get_setting_type
 from trainer.config.values import list_accepted_types, parse_value
 from trainer.config.yaml_core import parse_scalar
@@ -228,9 +229,8 @@ class Translation:
         """Report an error, unless the key already has one."""
         is_bare = self.foreign.is_command_line and value is True  # an option without a value
         value_text = "" if value is UNSET or is_bare else f"={to_text(value, 40)}"
-        problem = (
-            "missing value; add it after the option" if is_bare and problem.startswith("must be a string") else problem
-        )
+        if is_bare and problem.startswith("must be a string"):
+            problem = "missing value; add it after the option"
         self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{value_text}: {problem}")
 
     def reject(self, name: str, problem: str) -> None:
@@ -353,15 +353,10 @@ def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], 
         report(name, value, MAP_PROBLEM if isinstance(kind, dict) else "must be a list, such as [a, b]")
         return None
     try:
-        return _build_type_adapter(kind).validate_python(value)
+        return build_type_adapter(kind).validate_python(value)
     except ValidationError as error:
         first, *others = map(describe_problem, error.errors(include_url=False))
         words = [other.removeprefix("must be ") for other in others if other.startswith("must be '")]
         first = f"must be a string{forms}" if forms and first.startswith("must be a string") else first
         report(name, value, ", or ".join([first, *words]))
         return None
-
-
-@lru_cache(maxsize=64)
-def _build_type_adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

@@ -29,8 +29,7 @@ def parse_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
     script = next((word for word in arguments if word.endswith(".py")), "")
     if arguments[0] == "trl":
         script = " ".join(arguments[:2])
-        others = "|".join(REFUSED_SCRIPTS)
-        if not re.fullmatch(rf"trl (sft|{'|'.join(SCRIPTS)}|{others})", script):
+        if not re.fullmatch(rf"trl (sft|{'|'.join([*SCRIPTS, *REFUSED_SCRIPTS])})", script):
             raise UserError(f"{script}: not a command of TRL; use trl sft, {', '.join(SCRIPTS)}")
     stem = Path(script).stem.lower()
     for names, reason in REFUSED_SCRIPTS.items():

@@ -4,6 +4,7 @@ import re
 import signal
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from launcher.supervision.terminal import log
@@ -90,24 +91,22 @@ class FailureEvidence:
             if self.lost:
                 return self._report_lost_host(beats)
             rank = None if self.launcher_failed else rank
-        status = self._find_status(rank)
+        known = None if rank is None else self.exits[rank].status
+        status = decode_exit_code(self.code) if known is None else known
         log_file = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
         text = _read_new_text(log_file, self.old_sizes)
-        if status == -signal.SIGKILL:
-            excerpt = []  # the process could not write anything, so the end of its log would be misleading
-        else:
-            excerpt = read_tail(text) if status < 0 else find_last_traceback(text)
+        explanation: list[str] = []
         if rank is None or self.code <= 0:
             reason = f"the launcher {describe_status(status if self.launcher_failed else self.code)}"
-            log(f"the run failed: {reason}")
         else:
             beat = beats.get(rank)
             host, position = (get_host_name(), "") if beat is None else (beat.host, f" ({beat.describe_position()})")
             reason = f"rank {rank} on {host} {describe_status(status)}{position}"
-            log(f"the run failed: {reason}")
-            for line in _explain_signal(status, beat):
-                log(line)
-        for line in excerpt:
+            explanation = _explain_signal(status, beat)
+        log(f"the run failed: {reason}")
+        if status != -signal.SIGKILL:  # a killed process could not write anything; the end of its log would mislead
+            explanation += read_tail(text) if status < 0 else find_last_traceback(text)
+        for line in explanation:
             log(f"  {line}")
         log(f"full log: {log_file}")
         return FailureSummary(status, reason, rank, is_user_error=rank in {error.rank for error in mistakes})
@@ -133,11 +132,6 @@ class FailureEvidence:
             return not killed, rank_exit.killed_by_launcher or rank not in ranks_with_error, rank_exit.time
 
         return min(self.exits, key=sort_key)
-
-    def _find_status(self, rank: int | None) -> int:
-        if rank is not None and self.exits[rank].status is not None:
-            return self.exits[rank].status or 0
-        return decode_exit_code(self.code)
 
 
 def _was_killed(rank_exit: RankExit) -> bool:
@@ -190,12 +184,8 @@ def find_last_stack(text: str) -> list[str]:
     starts = [index for index, line in enumerate(lines) if line.startswith(STACK_PREFIX)]
     if not starts:
         return []
-    frames = []
-    for line in lines[starts[-1] + 1 :]:
-        if not line.startswith("  "):
-            break
-        frames.append(line[2:][:LINE_WIDTH])
-    return frames[-TRACEBACK_LINES:]
+    stack = takewhile(lambda line: line.startswith("  "), lines[starts[-1] + 1 :])
+    return [line[2:][:LINE_WIDTH] for line in stack][-TRACEBACK_LINES:]
 
 
 def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
@@ -204,13 +194,13 @@ def _explain_signal(status: int, beat: Heartbeat | None) -> list[str]:
     lines = []
     if status == -signal.SIGKILL:
         lines = [
-            f"  the host probably ran out of memory{memory}; check with `dmesg | tail` there, or `sacct -j JOB`",
-            "  to use less memory, reduce dataset.workers or the ranks per host, or turn zero.offload_* off",
+            f"the host probably ran out of memory{memory}; check with `dmesg | tail` there, or `sacct -j JOB`",
+            "to use less memory, reduce dataset.workers or the ranks per host, or turn zero.offload_* off",
         ]
         if beat is not None and beat.free_shm_gib < LOW_SHM_GIB:
-            lines.append(f"  /dev/shm was nearly full{shared}")
+            lines.append(f"/dev/shm was nearly full{shared}")
     elif status == -signal.SIGBUS:
-        lines = [f"  /dev/shm is probably full{shared}; start containers with --shm-size=8g"]
+        lines = [f"/dev/shm is probably full{shared}; start containers with --shm-size=8g"]
     return lines
 
 
@@ -222,15 +212,9 @@ def find_last_traceback(text: str) -> list[str]:
         return read_tail(text)
     start = starts[-1]
     indent = len(lines[start]) - len(lines[start].lstrip())
-    end = start + 1
-    while end < len(lines) and lines[end][indent : indent + 1] == " ":
-        end += 1
-    # The error message, cut to its first lines.
-    frames, message = lines[start + 1 : end], []
-    for line in lines[end : end + 4]:
-        if not line.strip():
-            break
-        message.append(line)
+    frames = list(takewhile(lambda line: line[indent : indent + 1] == " ", lines[start + 1 :]))
+    end = start + 1 + len(frames)
+    message = list(takewhile(str.strip, lines[end : end + 4]))  # the error message, cut to its first lines
     innermost = frames[-(TRACEBACK_LINES - len(message)) :]
     omitted = ["  ..."] if len(innermost) < len(frames) else []
     return [line[indent:][:LINE_WIDTH] for line in [lines[start], *omitted, *innermost, *message]]

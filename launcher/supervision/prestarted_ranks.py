@@ -48,7 +48,11 @@ class PrestartedRanks:
         Signals are only recorded until `wait_for_checks`: an exception in a handler would leave orphaned ranks.
         """
         ranks = cls()
-        ranks._record_signals()
+
+        def record(number: int, frame: FrameType | None) -> None:
+            ranks._signals.append((number, time.monotonic()))
+
+        ranks._handlers = {number: signal.signal(number, record) for number in FORWARDED_SIGNALS}
         # A rank unblocks SIGINT once it can exit without a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -135,12 +139,6 @@ class PrestartedRanks:
             time.sleep(POLL_S)
         self.kill()
         return _report_stop(number)
-
-    def _record_signals(self) -> None:
-        def record(number: int, frame: FrameType | None) -> None:
-            self._signals.append((number, time.monotonic()))
-
-        self._handlers = {number: signal.signal(number, record) for number in FORWARDED_SIGNALS}
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():

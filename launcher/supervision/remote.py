@@ -3,7 +3,6 @@
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -57,9 +56,8 @@ class RemoteRanks:
     def kill(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         """Kill every rank now. srun and mpirun kill them on SIGTERM; SIGKILL would kill only srun or mpirun."""
         process.terminate()
-        deadline = time.monotonic() + END_TIMEOUT_S
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
 
     def parse_statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         """Return the exit status (negative for a signal) of each rank reported in the launcher's log."""

@@ -282,9 +282,8 @@ class Supervisor:
         stopped = [code for code in codes if code in STOP_CODES]
         if stopped and not failed:
             return stopped[0]  # another process signaled the ranks, and they have saved
-        if EXIT_USAGE in failed:
-            return self._report_failure(EXIT_USAGE, log_sizes)
-        return self._report_failure(to_exit_code(failed[0]) if failed else EXIT_OK, log_sizes)
+        code = EXIT_USAGE if EXIT_USAGE in failed else to_exit_code(failed[0]) if failed else EXIT_OK
+        return self._report_failure(code, log_sizes)
 
     def _report_failure(self, code: int, log_sizes: dict[str, int]) -> int:
         """Report the failure and return 2 for a user error, 128 + N if signal N killed the failed rank, else 1.

@@ -70,8 +70,7 @@ def filter_slots(
             raise UserError(f"--num-nodes {num_nodes}: must be 1 to {len(slots)}, the number of hosts in use")
         slots = dict(list(slots.items())[:num_nodes])
     if num_gpus is not None:
-        short = [host for host, gpus in slots.items() if not 1 <= num_gpus <= len(gpus)]
-        if short:
+        if short := [host for host, gpus in slots.items() if not 1 <= num_gpus <= len(gpus)]:
             raise UserError(
                 f"--num-gpus {num_gpus}: must be 1 to {len(slots[short[0]])}, the number of GPUs of {short[0]}"
             )

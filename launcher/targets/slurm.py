@@ -107,11 +107,9 @@ def detect_lost_nodes(allocation: Allocation) -> list[str]:
     command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     listing = subprocess.run(command, capture_output=True, text=True).stdout
     states = [line.split() for line in listing.splitlines()]
-    lost = [fields[0] for fields in states if len(fields) == 2 and _LOST_STATE.search(fields[1])]
-    if lost:
+    if lost := [fields[0] for fields in states if len(fields) == 2 and _LOST_STATE.search(fields[1])]:
         return list(dict.fromkeys(lost))  # a node is listed once per partition
-    silent = _detect_unresponsive_nodes(allocation.nodes)
-    if silent:
+    if silent := _detect_unresponsive_nodes(allocation.nodes):
         time.sleep(RETRY_AFTER_S)
     return _detect_unresponsive_nodes(silent)
 

@@ -51,8 +51,11 @@ class RankState:
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
             pieces = StatePieces(tensors, pieces.shards, pieces.shapes)
-        raw = {f"moments/{name}": value for name, value in engine_state.collect_8bit_moments().items()}
-        rank_tensors = {name: copies.copy(name, value) for name, value in (_get_rng_states() | raw).items()}
+        raw = {"rng/torch": torch.get_rng_state()}  # a step uses neither Python's nor NumPy's generator
+        if torch.cuda.is_available():
+            raw["rng/cuda"] = torch.cuda.get_rng_state()
+        raw |= {f"moments/{name}": value for name, value in engine_state.collect_8bit_moments().items()}
+        rank_tensors = {name: copies.copy(name, value) for name, value in raw.items()}
         return cls(ranks.rank, pieces, rank_tensors, {})
 
     def fill_state(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
@@ -117,13 +120,6 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
-
-
-def _get_rng_states() -> dict[str, torch.Tensor]:
-    tensors = {"rng/torch": torch.get_rng_state()}  # a step uses neither Python's nor NumPy's generator
-    if torch.cuda.is_available():
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    return tensors
 
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:

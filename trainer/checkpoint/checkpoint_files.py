@@ -69,8 +69,7 @@ def choose_checkpoint(setting: str | None, run_dir: Path, *, verify: bool) -> Ch
 
 def _choose_newest_intact(setting: str, run_dir: Path, verify: bool) -> CheckpointChoice:
     damaged: list[str] = []
-    folders = list_checkpoint_folders(run_dir)
-    for folder in reversed(folders):
+    for folder in reversed(list_checkpoint_folders(run_dir)):
         problem = _describe_problem(folder, verify)
         if problem is None:
             warning = f"skipped {'; '.join(damaged)}; resuming from {folder.name}" if damaged else None

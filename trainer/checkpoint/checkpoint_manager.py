@@ -127,8 +127,7 @@ class CheckpointManager:
             self.finish_save()
         state = RankState.capture(engine, self._ranks, self.copies)
         with phase("gather"), use_averaged_weights(engine):
-            only_trained = self._config.adapter != "none"
-            weights = gather_weights(engine.module, only_trained=only_trained, copy=self.copies.copy)
+            weights = gather_weights(engine.module, only_trained=self._config.adapter != "none", copy=self.copies.copy)
         self.copies.record_event()
         self._copied = state, weights
 

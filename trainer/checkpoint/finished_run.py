@@ -71,12 +71,14 @@ def find_run(
             f"{folder}: trained with adapter: none, so it is a full model; use it with "
             "AutoModelForCausalLM.from_pretrained, vLLM or `hf upload`"
         )
-    missing = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
         checkpoints = list_checkpoints(run_dir)
         fix = f"use its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it first"
         raise UserError(f"{folder}: {missing[0]} is missing: the run did not finish, or the file was deleted; {fix}")
-    _check_adapter(folder, run_dir)
+    if problem := describe_adapter_damage(folder):
+        others = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
+        newest = f"; its newest checkpoint is {others[-1]}" if others else ""
+        raise UserError(f"{folder}: {problem}{newest}")
     if base_model is not None:
         # The recorded revision belongs to the recorded base model.
         if not base_model.strip():
@@ -97,8 +99,7 @@ def find_run(
             print(f"note: {str(mistake).rpartition('; ')[0]}; allowed by {ALLOW_MISMATCH_OPTION}", file=sys.stderr)
         _report_layers_without_adapter(folder, config.base_model)
     # The saved tokenizer has the template used in training; the template file may have changed since.
-    dataset = config.dataset.model_copy(update={"chat_template": None})
-    config = config.model_copy(update={"dataset": dataset})
+    config = config.model_copy(update={"dataset": config.dataset.model_copy(update={"chat_template": None})})
     return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
@@ -111,13 +112,6 @@ def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
     if isinstance(layers, int) and 0 <= last < layers - 1:
         unchanged = f"has {layers} layers, but the adapter covers only {last + 1}; the others are unchanged"
         print(f"note: base_model={base_model}: {unchanged}", file=sys.stderr)
-
-
-def _check_adapter(folder: Path, run_dir: Path) -> None:
-    if problem := describe_adapter_damage(folder):
-        others = [path for path in list_checkpoints(run_dir) if path.resolve() != folder.resolve()]
-        newest = f"; its newest checkpoint is {others[-1]}" if others else ""
-        raise UserError(f"{folder}: {problem}{newest}")
 
 
 def _read_config(run_dir: Path) -> RunConfig:

@@ -81,9 +81,8 @@ def check_output_folder(config: RunConfig) -> None:
         entries = list_run_files(folder)
         is_run = is_run_folder(folder) or (config.adapters and (folder / SWEEP_RECORD_FILE).is_file())
         if entries and not is_run:
-            names = ", ".join(path.name for path in entries[:MAX_SHOWN_NAMES]) + (
-                ", ..." if len(entries) > MAX_SHOWN_NAMES else ""
-            )
+            names = ", ".join(path.name for path in entries[:MAX_SHOWN_NAMES])
+            names += ", ..." * (len(entries) > MAX_SHOWN_NAMES)
             raise UserError(f"output_dir={folder}: contains files not written by a run ({names}); use a new folder")
     except OSError as error:
         raise UserError(f"output_dir={folder}: {error.strerror}; use another folder") from None
@@ -91,15 +90,13 @@ def check_output_folder(config: RunConfig) -> None:
 
 def check_no_conflict(config: RunConfig) -> None:
     """Raise UserError unless a run may start or resume in the folder. Does not check the folder's lock."""
-    problem = _find_conflict(config)
-    if problem:
+    if problem := _find_conflict(config):
         raise UserError(f"output_dir={config.output_dir}: {problem}")
 
 
 def describe_output_problem(config: RunConfig) -> str | None:
     """Return why `zerolora train` would reject the output folder now, with the fix; None if it would accept it."""
-    holder = describe_live_holder(Path(config.output_dir))
-    if holder:
+    if holder := describe_live_holder(Path(config.output_dir)):
         return f"is in use by an active run ({holder}); wait until it exits, or use another folder"
     return _find_conflict(config)
 

@@ -83,8 +83,7 @@ class RunFolder:
             self._copy_initial_adapter((checkpoint or self.path).parent / INITIAL_ADAPTER)
         if is_main:
             self.check_lock()
-            moved = clear_folder(self.path, config.output.overwrite) if position.step == 0 else None
-            if moved:
+            if position.step == 0 and (moved := clear_folder(self.path, config.output.overwrite)):
                 self._log.print_always(moved)
             environment = (self._ranks.world_size, str(device.type), precision, prompt_format)
             self._write_record = partial(write_run_record, self.path, config.model_dump_json(indent=1), *environment)

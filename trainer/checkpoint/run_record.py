@@ -129,11 +129,9 @@ def _move_to_new_folder(run_dir: Path) -> Path:
     folder = run_dir.resolve()
     for number in count(1):
         new_folder = folder.with_name(f"{folder.name}.{number}")
-        try:
+        with suppress(FileExistsError):
             new_folder.mkdir()
             break
-        except FileExistsError:
-            continue
     if (folder / LOGS).is_dir():
         shutil.copytree(folder / LOGS, new_folder / LOGS, ignore=shutil.ignore_patterns(f"{LOCK_FILE}*"), symlinks=True)
     for path in _sort_record_last(list_run_files(folder)):

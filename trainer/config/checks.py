@@ -67,8 +67,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
     yield from check_extra(config.zero.extra)
     library = OPTIMIZERS[config.training.optimizer].library
     if library != "torch" and find_spec(library) is None:
-        fix = f"pip install {library}"
-        yield Mistake("training.optimizer", config.training.optimizer, f"needs {library}", fix)
+        yield Mistake("training.optimizer", config.training.optimizer, f"needs {library}", f"pip install {library}")
     for task, section in (("preference", config.preference), ("reward", config.reward)):
         if config.task != task and section != (defaults := type(section)()):
             name, value = next((name, value) for name, value in section if value != getattr(defaults, name))

@@ -116,8 +116,7 @@ def describe_problem(error: ErrorDetails) -> str:
 
 
 def find_nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    candidates = list(known)
-    by_case = {candidate.lower(): candidate for candidate in candidates}
+    by_case = {candidate.lower(): candidate for candidate in known}
     matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=cutoff)
     return by_case[matches[0]] if matches else None
 

@@ -72,9 +72,9 @@ def _read_bytes(path: Path, offset: int, count: int) -> bytes:
         raise UnreadableFileError(path, "is not a valid file name") from None
 
 
-def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+def read_text(path: Path) -> str:
     """Return the content of a UTF-8 file without a byte-order mark. Raises the same errors as `read_bytes`."""
-    return decode_text(read_bytes(path, max_bytes), path)
+    return decode_text(read_bytes(path), path)
 
 
 def decode_text(content: bytes, path: Path) -> str:
@@ -87,14 +87,14 @@ def decode_text(content: bytes, path: Path) -> str:
         raise UnreadableFileError(path, problem, "save it as UTF-8 text") from None
 
 
-def read_json(path: Path, type_: Any = dict[str, Any], max_bytes: int = MAX_TEXT_BYTES) -> Any:
+def read_json(path: Path, type_: Any = dict[str, Any]) -> Any:
     """Return the JSON value in a file, validated as `type_`, which may be any type that pydantic supports.
 
     Raises:
         FileNotFoundError: if the file does not exist.
         UnreadableFileError: if it cannot be read, is not JSON, or does not have that type.
     """
-    return parse_json(read_bytes(path, max_bytes), path, type_)
+    return parse_json(read_bytes(path), path, type_)
 
 
 def read_json_or_default(path: Path, type_: Any, default: Any = None) -> Any:
@@ -133,7 +133,7 @@ def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) ->
 def check_type(value: Any, path: Path, type_: Any) -> Any:
     """Validate a value read from `path` as `type_`. Raises UnreadableFileError naming the first invalid part."""
     try:
-        return _build_type_adapter(type_).validate_python(value)
+        return build_type_adapter(type_).validate_python(value)
     except ValidationError as error:
         raise UnreadableFileError(path, describe_first_error(error)) from None
     except RecursionError:
@@ -165,5 +165,5 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
 
 
 @lru_cache(maxsize=64)
-def _build_type_adapter(type_: Any) -> TypeAdapter[Any]:
+def build_type_adapter(type_: Any) -> TypeAdapter[Any]:
     return TypeAdapter(type_)

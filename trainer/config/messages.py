@@ -20,8 +20,7 @@ def describe_errors(error: ValidationError) -> list[Mistake]:
     entries = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
     alternatives: dict[tuple[str, ...], list[ErrorDetails]] = {}  # pydantic reports each alternative of a union
     for entry in entries:
-        is_unknown = entry["type"] == "extra_forbidden"
-        path = map(str, entry["loc"]) if is_unknown else _follow_location(entry["loc"])[0]
+        path = map(str, entry["loc"]) if entry["type"] == "extra_forbidden" else _follow_location(entry["loc"])[0]
         alternatives.setdefault(tuple(path), []).append(entry)
     return [_build_mistake(path, *errors) for path, errors in alternatives.items()]
 

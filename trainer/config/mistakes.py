@@ -1,7 +1,7 @@
 """Collect the mistakes in a configuration file and on the command line."""
 
 import copy
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,20 @@ class UserSettings:
 
     def add_file(self, tree: Mapping[Any, Any]) -> None:
         """Add the settings from a file. A setting given under two names is a mistake."""
-        for name, value in self._flatten_file(tree):
-            self.add(name, value)
+        for key, value in tree.items():
+            field = RunConfig.model_fields.get(key) if isinstance(key, str) else None
+            kind = field.annotation if field else None
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                if isinstance(value, dict):
+                    self.tree.setdefault(key, {})
+                    for inner, inner_value in value.items():
+                        self.add(f"{key}.{_format_key(inner)}", inner_value)
+                elif value is not None:
+                    self.mistakes.add(build_section_mistake(key, kind, value))
+                elif key == "dataset":
+                    self.add(key, value)
+            elif value is not None or key != "seed":  # an empty section or seed means the default
+                self.add(_format_key(key), value)
 
     def remove_unused(self, unused: Mapping[str, list[UnusedSetting]]) -> None:
         """Remove settings that have no effect, except those that another replaces, and note each reason."""
@@ -190,21 +202,6 @@ class UserSettings:
                     remove_setting(self.tree, setting.name.split("."))
             names = ", ".join(self.mistakes.names.get(setting.name, setting.name) for setting in settings)
             self.notes.append(f"{names}: ignored, because {reason}")
-
-    def _flatten_file(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-        for key, value in tree.items():
-            field = RunConfig.model_fields.get(key) if isinstance(key, str) else None
-            kind = field.annotation if field else None
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                if isinstance(value, dict):
-                    self.tree.setdefault(key, {})
-                    yield from ((f"{key}.{_format_key(inner)}", inner_value) for inner, inner_value in value.items())
-                elif value is not None:
-                    self.mistakes.add(build_section_mistake(key, kind, value))
-                elif key == "dataset":
-                    yield key, value
-            elif value is not None or key != "seed":  # an empty section or seed means the default
-                yield _format_key(key), value
 
     def add(self, name: str, value: Any, *, override: bool = False) -> None:
         """Add a setting under any of its names. If `override` is set, replace the file's value."""

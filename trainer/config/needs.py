@@ -37,9 +37,8 @@ class Needs:
     def _allows(self, value: Any) -> bool:
         if not self.values:
             return bool(value)
-        return value in self.values or (
-            isinstance(value, tuple | dict) and any(element in self.values for element in value)
-        )
+        elements = value if isinstance(value, tuple | dict) else ()
+        return value in self.values or any(element in self.values for element in elements)
 
     @property
     def requires_unset_switch(self) -> bool:
@@ -91,13 +90,11 @@ def build_unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mist
     """Return one mistake for all settings that the same switch disables."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f" (like {', '.join(others)})" if others else ""
-    pronoun = "them" if others else "it"
-    fix = (
-        f"remove {first.unmet.switch}" if first.unmet.requires_unset_switch else f"set {first.unmet.format_condition()}"
-    )
-    involves = " ".join([*(setting.name for setting in settings[1:]), first.unmet.switch])
+    unmet = first.unmet
+    fix = f"remove {unmet.switch}" if unmet.requires_unset_switch else f"set {unmet.format_condition()}"
+    involves = " ".join([*(setting.name for setting in settings[1:]), unmet.switch])
     problem = f"has no effect{also}, because {reason}"
-    return Mistake(first.name, first.value, problem, f"{fix}, or remove {pronoun}", involves)
+    return Mistake(first.name, first.value, problem, f"{fix}, or remove {'them' if others else 'it'}", involves)
 
 
 def list_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[Needs, ...]:

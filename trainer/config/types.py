@@ -68,9 +68,7 @@ def _check_patterns(names: Any) -> Any:
 
 
 def _wrap_in_list(value: Any) -> Any:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
+    return [] if value is None else [value] if isinstance(value, str) else value
 
 
 def _parse_auto(value: Any) -> Any:

@@ -95,8 +95,6 @@ class _CoreLoader(Yaml11Loader):
         return int(text[2:], base) if base else int(text)
 
 
-for _name, (_pattern, _first) in _RULES.items():
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_int)
 
 
@@ -109,11 +107,10 @@ class _CoreDumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
-for _name, (_pattern, _first) in _RULES.items():
-    _CoreDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
-
-
 _CoreDumper.add_representer(str, _CoreDumper.represent_text)
+for _name, (_pattern, _first) in _RULES.items():
+    for _class in (_CoreLoader, _CoreDumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 
 
 def dump(tree: Any, **style: Any) -> str:

@@ -107,10 +107,8 @@ def fetch_run(run_dir: Path) -> None:
     if (url := get_remote_url(run_dir)) is None:
         return
     with open_store(url, f"output_dir={url}") as (system, root):
-        (remote, stored), (_, copied) = (
-            _index_files(_list_files(system, root)),
-            _index_files(_list_local_files(run_dir)),
-        )
+        remote, stored = _index_files(_list_files(system, root))
+        _, copied = _index_files(_list_local_files(run_dir))
         is_newer = _find_newest_step(stored) > _find_newest_step(copied) or not (run_dir / "run.json").exists()
         missing = stored - copied
         names = (name for name, top in remote.items() if top in missing or (is_newer and not CHECKPOINT.match(top)))
@@ -125,10 +123,8 @@ def upload_run(run_dir: Path) -> str | None:
     if (url := get_remote_url(run_dir)) is None:
         return None
     with open_store(url) as (system, root):
-        (remote, stored), (local, copied) = (
-            _index_files(_list_files(system, root)),
-            _index_files(_list_local_files(run_dir)),
-        )
+        remote, stored = _index_files(_list_files(system, root))
+        local, copied = _index_files(_list_local_files(run_dir))
         for name in sorted(remote, key=_is_complete_marker, reverse=True):
             if CHECKPOINT.fullmatch(remote[name]) and remote[name] not in copied:
                 system.rm_file(f"{root}/{name}")

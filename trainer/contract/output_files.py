@@ -13,9 +13,8 @@ from trainer.config import UserError
 from trainer.config.files import read_bytes, read_json_or_default
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-_RUST_OS_ERROR = re.compile(
-    r"\(os error (\d+)\)"
-)  # safetensors and tokenizers report the number only in their messages
+# safetensors and tokenizers report the number only in their messages.
+_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def check_output_file(path: Path, label: str) -> None:

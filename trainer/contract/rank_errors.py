@@ -39,7 +39,5 @@ class RankErrorRecord:
 
 
 def read_errors(logs: Path) -> dict[int, RankErrorRecord]:
-    errors: list[RankErrorRecord | None] = [
-        read_json_or_default(path, RankErrorRecord) for path in logs.glob("error-*.json")
-    ]
+    errors = (read_json_or_default(path, RankErrorRecord) for path in logs.glob("error-*.json"))
     return {error.rank: error for error in errors if error is not None}

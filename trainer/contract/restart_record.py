@@ -118,9 +118,8 @@ def list_complete_checkpoints(run_dir: Path) -> dict[str, int]:
     """Return the modification time (ns) of each complete checkpoint of the run, or of all its adapters, by name."""
     has_adapters = (run_dir / SWEEP_RECORD_FILE).is_file() and not (run_dir / "run.json").is_file()
     markers = run_dir.glob(f"{'*/' * has_adapters}checkpoint-*/COMPLETE")
-    folders = {marker.parent.relative_to(run_dir).as_posix(): marker for marker in markers}
-    numbered = {name: marker for name, marker in folders.items() if _CHECKPOINT_NAME.fullmatch(marker.parent.name)}
-    return {name: marker.stat().st_mtime_ns for name, marker in numbered.items()}
+    numbered = [marker for marker in markers if _CHECKPOINT_NAME.fullmatch(marker.parent.name)]
+    return {marker.parent.relative_to(run_dir).as_posix(): marker.stat().st_mtime_ns for marker in numbered}
 
 
 def find_newest_checkpoint(names: Iterable[str]) -> str:
