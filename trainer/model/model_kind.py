@@ -138,8 +138,7 @@ def check_kind(
             "a causal language model"
         )
     # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
-    checks_decoder = "is_decoder" in inspect.getsource(model_class.__init__)
-    if checks_decoder and not getattr(model_config, "is_decoder", True):
+    if "is_decoder" in inspect.getsource(model_class.__init__) and not getattr(model_config, "is_decoder", True):
         raise UserError(
             f"{setting}: {kind} uses bidirectional attention (is_decoder is false in config.json); use a "
             "causal language model"
