@@ -414,6 +414,8 @@ def _collate_shared(documents: Sequence[Sample], pad_token_id: int) -> MicroBatc
     """Collate the documents of preference pairs into a flat batch in which each prompt occurs once."""
     shortened, shared = share_prompts(documents)
     batch = collate_samples(shortened, pad_token_id, packed=True, flat=True)
+    if not any(shared):
+        return batch
     lengths = [len(document.input_ids) for document in shortened]
     assert batch.position_ids is not None
     positions = batch.position_ids + torch.tensor(shared).repeat_interleave(torch.tensor(lengths))
