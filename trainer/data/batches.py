@@ -347,7 +347,7 @@ def collate_samples(
         return PairBatch(**vars(batch), document_targets=torch.tensor(counts, dtype=torch.long), **tensors)
     tokens = sum(len(sample.input_ids) for sample in samples)
     if images is not None:
-        rows = images.append_dummy(samples)
+        rows = samples if images.dummy is None or any(row.images for row in samples) else [*samples, images.dummy]
         batch = collate_samples(rows, pad_token_id, packed=packed, flat=flat)
         return replace(batch, tokens=tokens, images=images.build_inputs(batch.input_ids, batch.position_ids, rows))
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
@@ -376,16 +376,10 @@ def collate_samples(
 def merge_batches(batches: Sequence[MicroBatch], pad_token_id: int) -> MicroBatch:
     is_flat = batches[0].cu_seqlens is not None
     longest = max(batch.input_ids.shape[1] for batch in batches)
-    padding = {
-        "input_ids": pad_token_id,
-        "targets": IGNORE_INDEX,
-        "attention_mask": 0,
-        "position_ids": 0,
-        "unpadded": 0,
-    }
+    padding = {"input_ids": pad_token_id, "targets": IGNORE_INDEX}
     parts: dict[str, Any] = {"tokens": sum(batch.tokens for batch in batches)}
-    for name, value in padding.items():
-        rows = [getattr(batch, name) for batch in batches]
+    for name in ("input_ids", "targets", "attention_mask", "position_ids", "unpadded"):
+        rows, value = [getattr(batch, name) for batch in batches], padding.get(name, 0)
         if rows[0] is not None and not is_flat:
             rows = [torch.nn.functional.pad(row, (0, longest - row.shape[1]), value=value) for row in rows]
         if rows[0] is not None:

@@ -27,7 +27,6 @@ from trainer.data.sources import compute_content_key
 from trainer.data.streams import inspect_stream, stream_samples
 from trainer.data.vision import ImageReader
 
-_STATS = TypeAdapter(DataStats)
 # Part of every cache key: increment it when a code change produces different documents from the same input.
 CACHE_FORMAT = 9
 # Minimum fraction of a mixed stream's documents that each source must provide.
@@ -70,8 +69,7 @@ def prepare_data(
     train = train or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
     encoder = DocumentEncoder(tokenizer, section, image_reader)
-    streamed = train if section.streaming else []
-    stored = [] if section.streaming else train
+    streamed, stored = (train, []) if section.streaming else ([], train)
     _check_weights(streamed)
     identity = _identify_data(section, encoder, stored + evaluation, seed)
     origin = {
@@ -164,7 +162,7 @@ def _build_cache(
 
 def _load_cache(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
     """Return a cache folder's training samples, held-out samples and statistics; the documents are memory-mapped."""
-    stats = _STATS.validate_json((folder / "stats.json").read_bytes())
+    stats = TypeAdapter(DataStats).validate_json((folder / "stats.json").read_bytes())
     maps = [pyarrow.memory_map(str(file)) for file in sorted(folder.glob("source-*.arrow"))]
     documents = pyarrow.concat_tables(pyarrow.ipc.open_stream(each).read_all() for each in maps)
     _check_images(documents)

@@ -302,14 +302,8 @@ class ChatTemplate:
         return next((text[end - n : end] for n in lengths if text[end - n : end] in self._added), "")
 
     def _match_token_at(self, text: str, position: int) -> str:
-        return next(
-            (
-                text[position : position + n]
-                for n in self._added_lengths
-                if text[position : position + n] in self._added
-            ),
-            "",
-        )
+        candidates = (text[position : position + n] for n in self._added_lengths)
+        return next((candidate for candidate in candidates if candidate in self._added), "")
 
 
 def _split_images(text: str) -> list[Message]:

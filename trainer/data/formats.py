@@ -147,7 +147,7 @@ def _find_preference_names(
     not checked if `configured` is set, which means that dataset.fields names the chosen or the rejected answer.
     Raises UserError if the record has a rejected answer but no chosen one.
     """
-    rejected = "rejected" if "rejected" in present else next((name for name in REJECTED if name in present), None)
+    rejected = next((name for name in REJECTED if name in present), None)
     chosen = next((name for name in CHOSEN if name in present), None)
     names = {name: present[name] for name in OPTIONAL[PREFERENCE] if name in present}
     for name in () if configured else ("messages", "conversations"):
@@ -177,9 +177,8 @@ def _describe_missing_fields(source: SourceSection, columns: Sequence[str], labe
 
 
 def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> None:
-    known = {name for format_name in REQUIRED for name in REQUIRED[format_name] + OPTIONAL[format_name]}
-    if format_ in REQUIRED and format_ != "custom":
-        known = {*REQUIRED[format_], *OPTIONAL[format_]}
+    candidates = [format_] if format_ in REQUIRED else REQUIRED
+    known = {name for candidate in candidates for name in REQUIRED[candidate] + OPTIONAL[candidate]}
     inside_turns = {"role", "content", "from", "value"}
     for name, column in source.fields.items():
         if name not in known and format_ != "custom":

@@ -169,8 +169,7 @@ def group_documents(
     held_out_members = held_out[columns["targets"][held_out] > 0]
     evaluating, held_out_stats = _build_samples(section, columns, held_out, held_out_members, "dataset.evaluation")
     trained = np.unique(columns["digest"][training.members])
-    copies = int(np.isin(columns["digest"][held_out_members], trained).sum())
-    held_out_stats = replace(held_out_stats, copies=copies)
+    held_out_stats = replace(held_out_stats, copies=int(np.isin(columns["digest"][held_out_members], trained).sum()))
     return training, evaluating, replace(stats, evaluation=held_out_stats if len(held_out) else None)
 
 

@@ -92,9 +92,8 @@ def encode_image(value: Any, folder: Path | None, origin: str) -> bytes:
     for path in (Path(folder or ".", name).expanduser(), Path(name).expanduser()):
         try:
             if path.is_file():
-                return (
-                    f"{FILE_PREFIX.decode()}{path.stat().st_size}:{path.stat().st_mtime_ns}:{path.absolute()}".encode()
-                )
+                stat = path.stat()
+                return f"{FILE_PREFIX.decode()}{stat.st_size}:{stat.st_mtime_ns}:{path.absolute()}".encode()
         except (OSError, ValueError):  # base64 data is too long for a file name
             break
     if len(value) > 60 and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):

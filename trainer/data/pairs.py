@@ -15,7 +15,6 @@ from trainer.data.records import (
     build_alpaca_prompt,
     join_prompt_and_completion,
     prepend_system_prompt,
-    read_system_prompt,
 )
 from trainer.data.tokens import EncodedDocument
 
@@ -124,7 +123,7 @@ def _join_answer(
         raise UserError(f"{origin}: {name} ends with a {last['role']} turn; add an answer, or remove the record")
     if not last["content"].strip() and not last.get("tool_calls"):
         raise UserError(f"{origin}: {name} is empty; add an answer, or remove the record")
-    return turns or PlainText(prepend_system_prompt(read_system_prompt(fields, fmt, origin) or system, prompt), answer)
+    return turns or PlainText(prepend_system_prompt(prompt, fields, fmt, origin, system), answer)
 
 
 def _read_answer(record: Mapping[str, Any], name: str, origin: str) -> Any:

@@ -78,16 +78,9 @@ class TrackedFields(Mapping[str, Any]):
 
     def list_unused(self) -> tuple[str, ...]:
         nonempty = [name for name, value in self._values.items() if value not in (None, "", [], {})]
-        inner = [
-            (name, field)
-            for name, fields in self._inner
-            for field in fields.list_unused()
-            if field not in IGNORED_FIELDS
-        ]
-        return (
-            *(name for name in nonempty if name not in self._names_read),
-            *(f"{name}.{field}" for name, field in inner),
-        )
+        unread = [name for name in nonempty if name not in self._names_read]
+        inner = ((name, field) for name, fields in self._inner for field in fields.list_unused())
+        return (*unread, *(f"{name}.{field}" for name, field in inner if field not in IGNORED_FIELDS))
 
 
 def flag_nonempty_answers(example: SingleExample, train_on: frozenset[str]) -> list[bool]:
@@ -155,9 +148,7 @@ def _read_example(
     if fmt.name == "custom":
         return _fill_template(record, fmt, origin, system_prompt)
     prompt, completion = (_read_text(record, fmt.names[name], origin) for name in ("prompt", "completion"))
-    return PlainText(
-        prepend_system_prompt(read_system_prompt(record, fmt, origin) or system_prompt, prompt), completion
-    )
+    return PlainText(prepend_system_prompt(prompt, record, fmt, origin, system_prompt), completion)
 
 
 def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None) -> PlainText:
@@ -170,11 +161,12 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, sy
         prompt = template.format_map(values)
     except (ValueError, LookupError, AttributeError) as error:
         raise UserError(f"{origin}: the template cannot be filled ({error}); write fields as {{name}}") from None
-    system = None if "system" in fmt.names else read_system_prompt(record, fmt, origin) or system_prompt
-    return PlainText(prepend_system_prompt(system, prompt), _read_text(record, fmt.names["completion"], origin))
+    if "system" not in fmt.names:
+        prompt = prepend_system_prompt(prompt, record, fmt, origin, system_prompt)
+    return PlainText(prompt, _read_text(record, fmt.names["completion"], origin))
 
 
-def read_system_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str | None:
+def _read_system_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str | None:
     """Return a record's system prompt from the field in `fields.system` (or `system`), else from `system_prompt`."""
     for name in (fmt.names.get("system", "system"), "system_prompt"):
         if record.get(name):
@@ -186,7 +178,7 @@ def _insert_system(
     messages: list[dict[str, Any]], record: Mapping[str, Any], fmt: RecordFormat, origin: str
 ) -> list[str]:
     """Insert the record's system prompt, or return its field if the turns begin with a different system turn."""
-    system = read_system_prompt(record, fmt, origin)
+    system = _read_system_prompt(record, fmt, origin)
     if system and messages and messages[0]["role"] == "system":
         return [] if messages[0]["content"] == system else [fmt.names.get("system", "system")]
     if system:
@@ -194,7 +186,10 @@ def _insert_system(
     return []
 
 
-def prepend_system_prompt(system: str | None, prompt: str) -> str:
+def prepend_system_prompt(
+    prompt: str, record: Mapping[str, Any], fmt: RecordFormat, origin: str, default: str | None
+) -> str:
+    system = _read_system_prompt(record, fmt, origin) or default
     return f"{system}\n\n{prompt}" if system else prompt
 
 
@@ -257,9 +252,7 @@ def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: st
 def _read_alpaca(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_prompt: str | None) -> SingleExample:
     prompt, output = build_alpaca_prompt(record, fmt, origin), _read_text(record, fmt.names["output"], origin)
     if not fmt.alpaca_as_chat:
-        return PlainText(
-            prepend_system_prompt(read_system_prompt(record, fmt, origin) or system_prompt, prompt), output
-        )
+        return PlainText(prepend_system_prompt(prompt, record, fmt, origin, system_prompt), output)
     turns: list[dict[str, Any]] = []
     for pair in record.get(fmt.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):

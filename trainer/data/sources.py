@@ -212,15 +212,10 @@ def _list_read_errors() -> tuple[type[Exception], ...]:
 
 def read_rows(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a source. Raises UserError if they cannot be read."""
-    rows = iter(records)
-    while True:
-        try:
-            row = next(rows, None)
-        except _list_read_errors() as error:
-            raise _build_read_error(source, label, "data", error) from None
-        if row is None:
-            return
-        yield row
+    try:
+        yield from records
+    except _list_read_errors() as error:
+        raise _build_read_error(source, label, "data", error) from None
 
 
 def _build_read_error(source: SourceSection, label: str, kind: str, error: Exception) -> Exception:

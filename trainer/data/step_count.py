@@ -98,28 +98,11 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
     if training.batch_size == AUTO:
         return f"{total:,}; {AUTO_BATCH_SIZE_NOTE}"
     size = compute_global_batch(training, world_size)
-    an_epoch = (
-        f" ({compute_steps_per_epoch(samples, size):,} per epoch)" if samples and training.max_steps is None else ""
-    )
+    an_epoch = f" ({compute_steps_per_epoch(samples, size):,} per epoch)" if samples and not training.max_steps else ""
     return (
         f"{total:,}{an_epoch}, {format_count(size, 'sample')} per step: batch_size {training.batch_size} x "
         f"accumulation {training.gradient_accumulation_steps} x {format_count(world_size, 'rank')}"
     )
-
-
-def _check_schedule(training: TrainingSection, warmup: int, total: int) -> None:
-    """Raise UserError if the cycles or the decay do not fit into the steps after the warm-up."""
-    steps = total - warmup
-    if training.lr_scheduler == "cosine_with_restarts" and 1 < training.lr_cycles and steps < 2 * training.lr_cycles:
-        raise UserError(
-            f"training.lr_cycles={training.lr_cycles}: a cycle needs 2 steps, but only {steps:,} follow the warm-up; "
-            f"use {max(1, steps // 2)} or fewer"
-        )
-    if training.lr_scheduler == "warmup_stable_decay" and warmup + training.decay_ratio * total >= total + 1:
-        raise UserError(
-            f"training.decay_ratio={training.decay_ratio:g}: only {steps:,} of {total:,} steps follow the warm-up; "
-            f"use {steps / total:.2g} or less, or a shorter warm-up"
-        )
 
 
 def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
@@ -134,7 +117,17 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
             f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
             "steps; use fewer, or training.warmup_ratio, which is a fraction of all steps"
         )
-    _check_schedule(training, warmup, total)
+    steps = total - warmup
+    if training.lr_scheduler == "cosine_with_restarts" and 1 < training.lr_cycles and steps < 2 * training.lr_cycles:
+        raise UserError(
+            f"training.lr_cycles={training.lr_cycles}: a cycle needs 2 steps, but only {steps:,} follow the warm-up; "
+            f"use {max(1, steps // 2)} or fewer"
+        )
+    if training.lr_scheduler == "warmup_stable_decay" and warmup + training.decay_ratio * total >= total + 1:
+        raise UserError(
+            f"training.decay_ratio={training.decay_ratio:g}: only {steps:,} of {total:,} steps follow the warm-up; "
+            f"use {steps / total:.2g} or less, or a shorter warm-up"
+        )
     warnings = []
     if total < FEW_STEPS and training.max_steps is None:
         size = compute_global_batch(training, world_size)

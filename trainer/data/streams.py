@@ -91,8 +91,7 @@ class SourceStream:
         self._description = describe_source(source, label) + (" (in shuffled order)" if section.shuffle else "")
         self.state = dict(state)
         """The block, the number of its documents already yielded, and the number of records skipped so far."""
-        self._records = self._read_blocks(section, seed)
-        self._blocks_read = 0
+        self._records = enumerate(self._read_blocks(section, seed))
         self._rank, self._gather = (rank, gather) if gather else (0, lambda block: [block])
         self._blocks: dict[int, Block | UserError | None] = {}
 
@@ -118,9 +117,8 @@ class SourceStream:
 
     def _build_block(self, number: int) -> Block | UserError | None:
         try:
-            for records in self._records:
-                self._blocks_read += 1
-                if self._blocks_read > number:
+            for block, records in self._records:
+                if block >= number:
                     return self._encode(number, records)
         except UserError as error:  # raised later, when the block is needed
             return error
@@ -131,10 +129,8 @@ class SourceStream:
 
         source, label = self._source, self.label
         records = read_source(source, label, streaming=True)
-        if section.shuffle and isinstance(records, IterableDataset):
-            records = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        elif section.shuffle:
-            records = records.shuffle(seed=seed)
+        options = {"buffer_size": SHUFFLE_BUFFER} if isinstance(records, IterableDataset) else {}
+        records = records.shuffle(seed=seed, **options) if section.shuffle else records
         rows = read_rows(records, source, label)
         while block := list(islice(rows, BLOCK_ROWS)):
             yield block

@@ -40,11 +40,10 @@ def read_raw_records(
 
     `state` is unused; passing it makes the datasets library cache the records of changed files under another name.
     """
-    texts = partial(_read_text_records, mode=text_mode)
     readers: dict[str, Callable[..., Iterator[str]]] = {
         "json": _read_json_records,
         "csv": _read_csv_records,
-        "text": texts,
+        "text": partial(_read_text_records, mode=text_mode),
     }
     for name in files:
         for text in readers[kind](Path(name), where):

@@ -180,9 +180,6 @@ class ImageInputs:
     features: FeatureFiles | None = None
     """Cached outputs of the vision tower."""
 
-    def append_dummy(self, rows: Sequence[Sample]) -> Sequence[Sample]:
-        return rows if self.dummy is None or any(row.images for row in rows) else [*rows, self.dummy]
-
     def build_inputs(self, ids: torch.Tensor, position_ids: torch.Tensor | None, rows: Sequence[Sample]) -> Inputs:
         stored = [image for row in rows for document in row.images for image in document]
         if not stored:

@@ -69,15 +69,11 @@ def build_lora_config(
     """
     from peft import LoraConfig
 
-    all_linear = lora.target_modules == ("all-linear",)
-    init: bool | str = True if lora.init in ("default", "loftq") else lora.init
-    modules = "all-linear" if all_linear else list(lora.target_modules)
+    modules = "all-linear" if lora.target_modules == ("all-linear",) else list(lora.target_modules)
     ranks = dict(lora.rank_pattern)
     if targets is not None and targets.experts and targets.expert_rank != lora.r:
-        ranks |= {
-            re.escape(name): targets.expert_rank
-            for name in sorted({get_last_components(path) for path in targets.experts})
-        }
+        names = sorted({get_last_components(path) for path in targets.experts})
+        ranks |= dict.fromkeys(map(re.escape, names), targets.expert_rank)
     return LoraConfig(
         task_type=task_type,
         r=lora.r,
@@ -90,7 +86,7 @@ def build_lora_config(
         exclude_modules=excluded if targets is None else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        init_lora_weights=init,
+        init_lora_weights=True if lora.init in ("default", "loftq") else lora.init,
         modules_to_save=[*lora.modules_to_save, *projectors] or None,
         trainable_token_indices=added_token_ids,
         bias="none",
@@ -320,8 +316,8 @@ class GradientCheck:
         that only long sequences reach.
         """
         expert = EXPERT_NAME.match(name)
-        others = filter(None, (EXPERT_NAME.match(other) for other in self._finite)) if expert else ()
-        if any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others):
+        others = filter(None, map(EXPERT_NAME.match, self._finite))
+        if expert and any(other.group(1, 2) == expert.group(1, 2) for other in others):
             return True
         path = name.removeprefix("base_model.model.").partition(".lora_")[0]
         return hasattr(self._base, "config") and path in probe_gradient_coverage(self._base).only_in_long_sequences

@@ -130,9 +130,8 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
         raise build_load_error(setting, name, error, tokenizer=True) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise build_missing_tokenizer_error(
-            setting, name
-        )  # without files transformers builds an empty tokenizer for some models
+        # Without files, transformers builds an empty tokenizer for some models.
+        raise build_missing_tokenizer_error(setting, name)
     return tokenizer
 
 

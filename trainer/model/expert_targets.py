@@ -42,9 +42,7 @@ def find_expert_targets(model: nn.Module, lora: LoraSection, non_text_pattern: s
     """
     if not lora.experts or lora.adapter_path:
         return []
-    excluded = "|".join(
-        filter(None, [*(build_subtree_pattern(name) for name in lora.exclude_modules), non_text_pattern])
-    )
+    excluded = "|".join(filter(None, [*map(build_subtree_pattern, lora.exclude_modules), non_text_pattern]))
     paths, layers = [], find_expert_modules(model)
     unreached = probe_gradient_coverage(model).unreached if layers else {}
     for path, module in layers.items():
@@ -130,10 +128,8 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
         elif not any(_ends_with(path, name) for path in matrices):
             if not experts and "experts" in name.split("."):
                 raise UserError(f"lora.target_parameters={name}: {reason}; remove the entry")
-            names = {
-                path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *aliases)
-            }
-            nearest = get_close_matches(name.rpartition(".")[2], sorted(names), n=1)
+            names = {path if path.endswith(".weight") else _last_component(path) for path in (*matrices, *aliases)}
+            nearest = get_close_matches(_last_component(name), sorted(names), n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "use a name from model.named_parameters()"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
         elif "all-linear" in lora.target_modules and any(_ends_with(path, name) for path in linear):

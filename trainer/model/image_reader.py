@@ -73,12 +73,8 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
         return None
     except Exception as error:  # invalid values raise many types of errors
         raise build_load_error("base_model", base_model, error) from None
-    accepted = [
-        name
-        for name in inspect.signature(processor_class.__init__).parameters
-        if name not in (*parts, "self", "kwargs")
-    ]
-    options = {name: value for name, value in settings.items() if name in accepted and name != "chat_template"}
+    accepted = set(inspect.signature(processor_class.__init__).parameters) - {*parts, "self", "kwargs", "chat_template"}
+    options = {name: value for name, value in settings.items() if name in accepted}
     try:
         return ImageReader(processor_class, images, tokenizer, options, model_config.image_token_id)
     except (AttributeError, TypeError, ValueError) as error:

@@ -115,13 +115,13 @@ def check_kind(
         raise UserError(
             f"{setting}: {class_name} in config.json does not predict the next token; use a causal language model"
         )
-    auto = get_auto_class(model_config)
-    if type(model_config) not in auto._model_mapping:
+    classes = get_auto_class(model_config)._model_mapping
+    if type(model_config) not in classes:
         if not getattr(model_config, "auto_map", None):
             problem = f"transformers has no causal language model of model_type {kind}"
             raise UserError(f"{setting}: {problem}; use another model")
         return
-    model_class = auto._model_mapping[type(model_config)]
+    model_class = classes[type(model_config)]
     required = [
         name
         for name, parameter in list(inspect.signature(model_class.forward).parameters.items())[1:]

@@ -161,10 +161,9 @@ def check_settings(prefix: str, model_config: Any) -> None:
 
 def _describe_missing_config(folder: Path) -> str:
     if (folder / SETTINGS_FILE).exists():
-        base = None
+        base = "the adapter's base model"
         with suppress(UserError):
-            base = read_adapter_settings(folder).get("base_model_name_or_path")
-        base = base or "the adapter's base model"
+            base = read_adapter_settings(folder).get("base_model_name_or_path") or base
         return f"contains only an adapter; set base_model: {base}, and lora.adapter_path: {folder} to continue it"
     if (folder / "model_index.json").exists():
         return "contains an image model; set task: auto, or use the folder of a language model"

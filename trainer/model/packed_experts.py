@@ -158,18 +158,15 @@ class PackedExperts(nn.Parameter):
         if layout.groups is not None:
             dense = layout.groups.dequantize(self.data, layout.dtype)
             return dense.mT if layout.transposed else dense
-        out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
+        out, sections = torch.empty(layout.shape, dtype=layout.dtype, device=self.device), self.sections()
         if layout.is_8bit:
-            sections = self.sections()
             out_by_row = out.mT if layout.transposed else out
             dequantize_blocks(sections["codes"], sections["scales"], layout.cell, layout.dtype, out_by_row)
             return out
         if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
-            sections = self.sections()
             scales = _dequantize_scales(sections, layout).view(-1)
-            return _dequantize_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(
-                layout.shape
-            )
+            _dequantize_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1))
+            return out
         for index in range(layout.experts):
             matrix = self.dequantize_expert(index)
             out[index] = matrix.t() if layout.transposed else matrix
@@ -195,10 +192,9 @@ def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayo
     scales = _dequantize_scales(sections | expert_sections, layout).view(-1)
     count = layout.rows * layout.cols
     if count % layout.block == 0 or scales.device.type != "cpu":
-        out = torch.empty((1, count), dtype=layout.dtype, device=scales.device)
-        return _dequantize_codes(expert_sections["codes"], scales, sections["book"], layout, out).view(
-            layout.rows, layout.cols
-        )
+        out = torch.empty((layout.rows, layout.cols), dtype=layout.dtype, device=scales.device)
+        _dequantize_codes(expert_sections["codes"], scales, sections["book"], layout, out.view(1, -1))
+        return out
     state = scales, sections["book"]
     return reference.dequantize_nf4(
         expert_sections["codes"], state, layout.rows, layout.cols, layout.block, 1, layout.dtype
@@ -212,15 +208,15 @@ def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
     return sections["nested_book"][sections["scales"].int()] * nested + sections["offsets"][:, None]
 
 
-def _dequantize_codes(codes: Tensor, scales: Tensor, codebook: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
-    """Dequantize codes as one row. On a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
+def _dequantize_codes(codes: Tensor, scales: Tensor, codebook: Tensor, layout: ExpertsLayout, out: Tensor) -> None:
+    """Dequantize codes into a row. On a CPU, bitsandbytes 0.50.2 uses wrong scales for rows with partial blocks."""
     state = QuantState(
         scales, shape=out.shape, code=codebook, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
     )
     if out.is_cuda:
         dequantize_4bit(codes.view(-1, 1), state, out=out)
-        return out
-    return out.copy_(dequantize_4bit(codes.view(-1, 1), state))  # bitsandbytes has no `out` on a CPU
+    else:
+        out.copy_(dequantize_4bit(codes.view(-1, 1), state))  # bitsandbytes has no `out` on a CPU
 
 
 def build_experts_layout(

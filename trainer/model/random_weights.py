@@ -36,8 +36,7 @@ def build_random_config(base_model: str) -> Any:
     model_type = settings.pop("model_type")
     default_config = AutoConfig.for_model(model_type)
     published = parse_shape_settings(base_model.split(",")[0])
-    others = {*UNDECLARED, *published}
-    unknown = [key for key in settings if not hasattr(default_config, key) and key not in others]
+    unknown = [key for key in settings if not hasattr(default_config, key) and key not in (*UNDECLARED, *published)]
     if unknown:
         raise UserError(
             f"base_model={base_model}: {unknown[0]} is not a setting of {model_type} configurations; remove it"

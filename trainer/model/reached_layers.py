@@ -148,11 +148,10 @@ def _drop_repeated_layers(model: Any) -> Any:
     def add_dropped(paths: Any) -> Iterator[str]:
         for kept in paths:
             match = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)", kept)
-            yield from (
-                [kept]
-                if match is None
-                else [f"{path}.{indices}{match[2]}" for indices in indices_by_first[int(match[1])]]
-            )
+            if match is None:
+                yield kept
+            else:
+                yield from (f"{path}.{index}{match[2]}" for index in indices_by_first[int(match[1])])
 
     return add_dropped
 

@@ -26,9 +26,8 @@ def check_separate_weights(adapted: Any, prefix: str) -> None:
     base, paths_by_weight = adapted.get_base_model(), dict[int, str]()
     for path, layer in base.named_modules(remove_duplicate=False):
         if isinstance(layer, LoraLayer) and (weight := getattr(layer.get_base_layer(), "weight", None)) is not None:
-            if (other := paths_by_weight.setdefault(id(weight), path)) != path and base.get_submodule(
-                other
-            ) is not layer:
+            other = paths_by_weight.setdefault(id(weight), path)
+            if base.get_submodule(other) is not layer:
                 raise UserError(
                     f"{prefix}: {other} and {path} share a weight, which cannot hold the updates of both adapters; "
                     "load the adapter with PEFT instead of merging it"
@@ -74,11 +73,8 @@ def load_adapter(
             with use_expert_adapters(model, config):
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
             config.target_modules -= modules
-            config.target_parameters, config.exclude_modules, config._custom_modules = (
-                sorted(parameters),
-                excluded,
-                None,
-            )
+            config.target_parameters, config.exclude_modules = sorted(parameters), excluded
+            config._custom_modules = None
             set_dropout(adapted, dropout)
         _load_tensors(adapted, folder)
     except torch.OutOfMemoryError:
@@ -253,13 +249,9 @@ def check_reloadable(adapted: Any, adapter: str = "default") -> None:
 
 def _shorten_paths(paths: list[str], candidates: list[str], *, parts: int) -> list[str]:
     """Shorten paths to their last `parts` components, unless these also match a candidate outside `paths`."""
-    listed = set(paths)
-    others = {get_last_components(path, parts) for path in candidates if path not in listed}
-    return list(
-        dict.fromkeys(
-            path if get_last_components(path, parts) in others else get_last_components(path, parts) for path in paths
-        )
-    )
+    ends = {path: get_last_components(path, parts) for path in paths}
+    others = {get_last_components(path, parts) for path in candidates if path not in ends}
+    return list(dict.fromkeys(path if end in others else end for path, end in ends.items()))
 
 
 def get_last_components(path: str, parts: int = 2) -> str:

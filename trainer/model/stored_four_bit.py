@@ -94,16 +94,12 @@ def parse_four_bit_format(model_config: Any) -> FourBitFormat | str | None:
 
 def _parse_gptq_or_awq(settings: dict[str, Any], method: Any) -> FourBitFormat | str:
     supported = ("gptq", "gptq_v2") if method == "GPTQ" else ("gemm",)
-    version = str(
-        next(filter(None, map(settings.get, ("checkpoint_format", "version", "format"))), supported[0])
-    ).lower()
+    declared = filter(None, map(settings.get, ("checkpoint_format", "version", "format")))
+    version = str(next(declared, supported[0])).lower()
     version = "marlin" if settings.get("is_marlin_format") else version
     version = "llm-awq" if settings.get("backend") == "llm-awq" else version
     rules: dict[str, dict[str, Any] | None] = settings.get("dynamic") or {}
-    bits = {
-        settings.get("bits", settings.get("w_bit")),
-        *((rule_settings or {}).get("bits", 4) for rule_settings in rules.values()),
-    }
+    bits = {settings.get("bits", settings.get("w_bit")), *((rule or {}).get("bits", 4) for rule in rules.values())}
     if bits != {4}:
         return f"{' and '.join(sorted(map(str, bits - {4})))} bits, but only 4 are supported"
     if version not in supported:
@@ -258,11 +254,8 @@ class FourBitFiles:
             if format_.name == "AWQ":
                 return pack_pairs(unpack_codes(raw, AWQ_ORDER).mT)
         elif part == "zeros":
-            zeros = (
-                unpack_codes(raw, AWQ_ORDER if format_.name == "AWQ" else range(8))
-                if self._by_column
-                else unpack_codes(raw.mT)
-            )
+            order = AWQ_ORDER if format_.name == "AWQ" else range(8)
+            zeros = unpack_codes(raw if self._by_column else raw.mT, order)
             return (zeros.mT[: layout.rows] + format_.offset & 15).contiguous()
         elif part == "divisors":
             return raw.float().expand(layout.rows, 1)
@@ -276,13 +269,11 @@ class FourBitFiles:
         columns = {"GPTQ": (second, 8 * first), "AWQ": (8 * second, first)}
         rows, cols = columns.get(format_.name, (first, (2 if is_float else 8) * second))
         count = -(-cols // (format_.group or max(1, cols)))
+        scales_shape = (count, rows) if self._by_column else (rows, count)
         zeros_shape = (count, rows // 8) if self._by_column else (-(-rows // 8), count)
         expected: dict[str, tuple[Shape, Sequence[str]]] = {
             "codes": ((first, second), ["U8"] if is_float else ["I32"]),
-            "scales": (
-                (count, rows) if self._by_column else (rows, count),
-                SCALE_TYPES[3:] if is_float else SCALE_TYPES[:3],
-            ),
+            "scales": (scales_shape, SCALE_TYPES[3:] if is_float else SCALE_TYPES[:3]),
             **({"zeros": (zeros_shape, ["I32"])} if format_.has_zeros else {}),
             **({"order": ((cols,), ["I32"])} if format_.has_order else {}),
             **({"divisors": ((1,), ["F32"])} if is_float else {}),

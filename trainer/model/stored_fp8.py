@@ -86,15 +86,10 @@ def parse_fp8_format(model_config: Any) -> Fp8Format | None:
     if method == "compressed-tensors":
         groups = [(group or {}).get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
         dense = (settings.get("sparsity_config") or {}).get("format", "dense") == "dense"
-        if (
-            dense
-            and groups
-            and all(weights.get("num_bits") == 8 and weights.get("type") == "float" for weights in groups)
-        ):
-            blocks = [
-                _parse_block(weights.get("block_structure")) for weights in groups if weights.get("strategy") == "block"
-            ]
-            return Fp8Format(blocks[0] if blocks else None, tuple(map(str, settings.get("ignore") or ())))
+        is_fp8 = all(weights.get("num_bits") == 8 and weights.get("type") == "float" for weights in groups)
+        if dense and groups and is_fp8:
+            blocks = [weights.get("block_structure") for weights in groups if weights.get("strategy") == "block"]
+            return Fp8Format(_parse_block(next(iter(blocks), None)), tuple(map(str, settings.get("ignore") or ())))
     return None
 
 
@@ -123,9 +118,8 @@ class Fp8Files:
 
     def read_shapes(self) -> dict[str, tuple[int, ...]]:
         scales = set(self._scale_names.values())
-        return {
-            name: shape for name, shape in self._shapes.items() if name not in scales and not _is_serving_only(name)
-        }
+        unused = (*(f".{suffix}" for suffix in SERVING_SUFFIXES), "_activation_scale", "_input_scale")
+        return {name: shape for name, shape in self._shapes.items() if name not in scales and not name.endswith(unused)}
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         if name not in self._scale_names:
@@ -207,6 +201,7 @@ def find_scales(files: SafetensorsFiles) -> dict[str, str]:
 def read_fp8_shapes(setting: str, files: SafetensorsFiles, format_: Fp8Format) -> dict[str, tuple[int, ...]]:
     """Return the dequantized shapes by name. Raises UserError if scales are missing or wrong, or nothing is in FP8."""
     shapes, types, scales = files.read_shapes(), files.read_types(), find_scales(files)
+    rows, cols = format_.block or DEFAULT_BLOCK
     if not scales and E4M3 not in types.values():
         raise UserError(
             f"{setting}: config.json says FP8, but no tensor is in that format; remove quantization_config from "
@@ -224,34 +219,21 @@ def read_fp8_shapes(setting: str, files: SafetensorsFiles, format_: Fp8Format) -
             raise UserError(
                 f"{setting}: {name} is stored in FP8, but {name}{SCALE_SUFFIXES[0]} is missing; download it again"
             )
-        _check_scale_shape(
-            setting, name, shapes[name], scales[name], shapes[scales[name]], format_.block or DEFAULT_BLOCK
-        )
+        shape, scale_shape = shapes[name], shapes[scales[name]]
+        if len(shape) < 2:
+            raise UserError(
+                f"{setting}: {name} is stored in FP8, but is not a matrix (shape {shape}); use the 16-bit model"
+            )
+        grid = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // cols))
+        if scale_shape != grid and not _has_row_scales(shape, scale_shape):
+            raise UserError(
+                f"{setting}: {name} has shape {shape} and {scales[name]} {scale_shape}, but blocks of {rows} x {cols} "
+                f"need {grid}; {SAME_MODEL_FIX}"
+            )
     return Fp8Files(files, format_).read_shapes()
-
-
-def _check_scale_shape(
-    setting: str, name: str, shape: tuple[int, ...], scale: str, scale_shape: tuple[int, ...], block: Block
-) -> None:
-    if len(shape) < 2:
-        raise UserError(
-            f"{setting}: {name} is stored in FP8, but is not a matrix (shape {shape}); use the 16-bit model"
-        )
-    if _has_row_scales(shape, scale_shape):
-        return
-    grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
-    if scale_shape != grid:
-        raise UserError(
-            f"{setting}: {name} has shape {shape} and {scale} {scale_shape}, but blocks of {block[0]} x {block[1]} "
-            f"need {grid}; {SAME_MODEL_FIX}"
-        )
 
 
 def _has_row_scales(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
     matrices, rows, count = prod(shape[:-2]), shape[-2], prod(scales)
     has_no_columns = not scales or scales[-1] == 1 or len(scales) < len(shape)
     return count == matrices or (count == matrices * rows and has_no_columns)
-
-
-def _is_serving_only(name: str) -> bool:
-    return name.endswith((*(f".{suffix}" for suffix in SERVING_SUFFIXES), "_activation_scale", "_input_scale"))

@@ -107,8 +107,7 @@ def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dic
     shapes = files.read_shapes()
     layout = _find_mxfp4(model, shapes)
     for stored in _find_by_mapping(model, shapes):
-        targets = [stored.target] if stored.converter is None else stored.find_targets(shapes)
-        for target in targets:
+        for target in [stored.target] if stored.converter is None else stored.find_targets(shapes):
             layout.setdefault(target, replace(stored, target=target))
     return _add_tied(model, layout, base_model)
 
@@ -134,9 +133,7 @@ def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Sto
                 patterns.setdefault(pattern or key, []).append(name)
     layout = []
     for key, patterns in names.items():
-        converter = next(
-            (converters_by_pattern[pattern] for pattern in patterns if pattern in converters_by_pattern), None
-        )
+        converter = next(filter(None, map(converters_by_pattern.get, patterns)), None)
         sources = {pattern: tuple(stored) for pattern, stored in patterns.items()}
         layout.append(StoredParameter(key, sources, converter, key, shape_model, model.config))
     return layout

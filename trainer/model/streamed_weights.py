@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 import ops
 from trainer.config import ModelSection, QuantizationSection
@@ -88,7 +88,12 @@ def load_model_by_module(
     # PEFT reads this attribute.
     model.is_loaded_in_4bit = quantization is not None and not quantization.is_8bit
     if quantization is not None and not quantization.is_8bit:
-        model.config.quantization_config = _build_bnb_config(quantization, dtype)
+        model.config.quantization_config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.quant_type,
+            bnb_4bit_use_double_quant=quantization.double_quant,
+            bnb_4bit_compute_dtype=dtype,
+        )
         model.is_quantized = True
         model.quantization_method = "bitsandbytes"
     return model
@@ -134,11 +139,9 @@ class Filler:
         self._head = find_output_layer(self.model)
         # Names of weights that stay in fp32, unquantized, at any precision.
         self._fp32_names = find_fp32_names(self.model, torch.float16)
-        packed_files = (
-            None if self.unpack else self.files.stored if isinstance(self.files, TensorsWithScore) else self.files
-        )
-        self._fp8 = packed_files if isinstance(packed_files, Fp8Files) else None
-        self._four_bit = packed_files if isinstance(packed_files, FourBitFiles) else None
+        stored = self.files.stored if isinstance(self.files, TensorsWithScore) else self.files
+        self._fp8 = stored if isinstance(stored, Fp8Files) and not self.unpack else None
+        self._four_bit = stored if isinstance(stored, FourBitFiles) and not self.unpack else None
         self._to_quantize = self.quantization if self._fp8 is None and self._four_bit is None else None
         self._filled: dict[int, nn.Parameter] = {}  # by id of the empty parameter; tied weights share it
         self._quantized: dict[int, nn.Module] = {}
@@ -194,38 +197,25 @@ class Filler:
         return layer
 
     def _plan_packing(self, module: nn.Module, stored: dict[str, StoredParameter]) -> dict[str, ExpertsLayout]:
-        experts, kind, fp8 = find_expert_weights(module), self._to_quantize, self._fp8
-        is_transposed_module = is_transposed(module)
+        experts, kind, transposed = find_expert_weights(module), self._to_quantize, is_transposed(module)
+        cells: dict[str, Block | None] = dict.fromkeys(experts)
+        options: dict[str, Any] = {}
         if any(stored[name].is_mxfp4 for name in experts):
-            packed = {} if self.unpack else experts
-            return {
-                name: build_experts_layout(MXFP4, weight.shape, self.dtype, transposed=True)
-                for name, weight in packed.items()
-            }
-        if self._four_bit is not None:
-            return self._plan_group_packing(experts, stored, transposed=is_transposed_module)
-        if fp8 is None and kind is None:
+            cells = {} if self.unpack else cells
+            quant_type, transposed = MXFP4, True
+        elif self._four_bit is not None:
+            return self._plan_group_packing(experts, stored, transposed=transposed)
+        elif self._fp8 is not None:
+            cells = _find_shared_block_sizes(self._fp8, experts, stored, transposed)
+            quant_type = "fp8"
+        elif kind is not None:
+            quant_type = kind.quant_type
+            options = {} if kind.is_8bit else {"block": kind.block_size, "double_quant": kind.double_quant}
+        else:
             return {}
-        if kind is not None and not kind.is_8bit:
-            options: dict[str, Any] = {
-                "block": kind.block_size,
-                "double_quant": kind.double_quant,
-                "transposed": is_transposed_module,
-            }
-            return {
-                name: build_experts_layout(kind.quant_type, weight.shape, self.dtype, **options)
-                for name, weight in experts.items()
-            }
-        cells = (
-            dict.fromkeys(experts)
-            if fp8 is None
-            else _find_shared_block_sizes(fp8, experts, stored, is_transposed_module)
-        )
-        quant_type = "fp8" if kind is None else kind.quant_type
+        options |= {"transposed": transposed}
         return {
-            name: build_experts_layout(
-                quant_type, experts[name].shape, self.dtype, transposed=is_transposed_module, scale_block=cell
-            )
+            name: build_experts_layout(quant_type, experts[name].shape, self.dtype, scale_block=cell, **options)
             for name, cell in cells.items()
         }
 
@@ -247,9 +237,8 @@ class Filler:
 
         def read() -> Tensor:
             if stored.is_mxfp4:
-                return _pack(
-                    files, stored, build_experts_layout(MXFP4, parameter.shape, dtype, transposed=True), self.device
-                ).dequantize()
+                layout = build_experts_layout(MXFP4, parameter.shape, dtype, transposed=True)
+                return _pack(files, stored, layout, self.device).dequantize()
             if parameter.dim() < 3 or not stored.is_separable_by_expert:
                 return stored.read(files).to(self.device).to(dtype).contiguous()
             value = torch.empty(parameter.shape, dtype=dtype, device=self.device)
@@ -335,43 +324,24 @@ def _pack(files: StoredTensors, stored: StoredParameter, layout: ExpertsLayout, 
     """Pack experts one at a time: quantize 16-bit experts, and copy experts that are stored packed."""
     packed = PackedExperts.empty(layout, device)
     if isinstance(files, Fp8Files):
-        _put_fp8(files, stored, packed)
-        return packed
-    if isinstance(files, FourBitFiles):
+        for index in range(layout.experts) if stored.is_separable_by_expert else [None]:
+            codes, scales = files.read_codes(stored, index), files.read_scales(stored, layout.cell, index)
+            if layout.transposed:
+                codes, scales = codes.mT, scales.mT
+            for offset, parts in enumerate(zip(codes, scales, strict=True)):
+                packed.put_expert((index or 0) + offset, *parts)
+    elif isinstance(files, FourBitFiles):
         files.fill(stored, packed.sections(), layout.experts, transposed=layout.transposed)
-        return packed
-    if stored.is_mxfp4:
-        sections = packed.sections()
+    elif stored.is_mxfp4:
         for index in range(layout.experts):
-            sections["codes"][index] = files.read(stored.names[BLOCKS][0], index).reshape(-1)
-            sections["scales"][index] = files.read(stored.names[SCALES][0], index).reshape(-1)
-        return packed
-    tensor = None if stored.is_separable_by_expert else stored.read(files)
-    for index in range(layout.experts):
-        matrix = stored.read(files, index)[0] if tensor is None else tensor[index]
-        packed.quantize(index, matrix.to(device))
+            codes, scales = (files.read(stored.names[part][0], index).reshape(-1) for part in (BLOCKS, SCALES))
+            packed.put_expert(index, codes, scales)
+    else:
+        tensor = None if stored.is_separable_by_expert else stored.read(files)
+        for index in range(layout.experts):
+            matrix = stored.read(files, index)[0] if tensor is None else tensor[index]
+            packed.quantize(index, matrix.to(device))
     return packed
-
-
-def _put_fp8(files: Fp8Files, stored: StoredParameter, packed: PackedExperts) -> None:
-    layout = packed.packing
-    for index in range(layout.experts) if stored.is_separable_by_expert else [None]:
-        codes, scales = files.read_codes(stored, index), files.read_scales(stored, layout.cell, index)
-        if layout.transposed:
-            codes, scales = codes.mT, scales.mT
-        for offset, parts in enumerate(zip(codes, scales, strict=True)):
-            packed.put_expert((index or 0) + offset, *parts)
-
-
-def _build_bnb_config(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantization.quant_type,
-        bnb_4bit_use_double_quant=quantization.double_quant,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def _join_path(path: str, name: str) -> str:

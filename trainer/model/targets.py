@@ -107,11 +107,11 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             raise UserError(f"lora.target_modules={to_text(name)}: {problem}; {fix}")
         if not matched & linear:
             parents = tuple(f"{path}." for path in reachable)
-            inner = _summarize_names(path for path in linear if path.startswith(parents))
-            advice = (
-                f"is not a layer, but contains layers; use {inner}" if inner else _suggest_fix(name, linear, "layer")
-            )
-            raise UserError(f"lora.target_modules={to_text(name)}: {advice}")
+            if inner := _summarize_names(path for path in linear if path.startswith(parents)):
+                raise UserError(
+                    f"lora.target_modules={to_text(name)}: is not a layer, but contains layers; use {inner}"
+                )
+            raise _build_unmatched_error("target_modules", name, linear, "layer")
         if reachable & linear <= set(untrainable):
             reason = untrainable[min(reachable & linear)]
             raise UserError(f"lora.target_modules={to_text(name)}: cannot be trained ({reason}); use other layers")
@@ -121,16 +121,16 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     } | {*expert_aliases}
     for name in lora.exclude_modules:
         if not any(re.fullmatch(build_subtree_pattern(name), path) for path in excludable):
-            raise UserError(f"lora.exclude_modules={to_text(name)}: {_suggest_fix(name, excludable, 'module')}")
+            raise _build_unmatched_error("exclude_modules", name, excludable, "module")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(f"lora.modules_to_save={to_text(name)}: {_suggest_fix(name, set(paths), 'module')}")
+            raise _build_unmatched_error("modules_to_save", name, set(paths), "module")
     layers = list(find_layers_to_adapt(model, lora))
     adapted = [*layers, *find_expert_targets(model, lora, outside_text), *find_other_parameters(model, lora)]
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):
-                raise UserError(f"lora.{setting}={to_text(name)}: {_suggest_fix(name, set(adapted), 'adapted layer')}")
+                raise _build_unmatched_error(setting, name, set(adapted), "adapted layer")
     if not adapted and lora.exclude_modules:
         problem = "excludes all layers; remove some entries"
         raise UserError(f"lora.exclude_modules={to_text(lora.exclude_modules)}: {problem}")
@@ -176,9 +176,11 @@ def find_untrainable_layers(model: Any) -> dict[str, str]:
 
 def _find_excluded_by_default(model: Any) -> dict[str, str]:
     routers = {name.removesuffix(".weight") for name in find_router_weights(model)}
-    linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    reasons = dict.fromkeys(_find_custom_linears(model), "compute more than a matrix product, as routers do")
-    return reasons | dict.fromkeys(sorted(routers & linear - set(reasons)), ROUTER_REASON)
+    linear: dict[str, Any] = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # Subclasses that do not compute x W^T + b.
+    custom = [path for path, module in linear.items() if not is_quantized(module.weight) and not is_linear(module)]
+    reasons = dict.fromkeys(custom, "compute more than a matrix product, as routers do")
+    return reasons | dict.fromkeys(sorted(routers & set(linear) - set(custom)), ROUTER_REASON)
 
 
 def describe_unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
@@ -241,11 +243,8 @@ def find_projectors(model: Any) -> list[str]:
     towers, projectors = tuple(find_non_text_modules(model)), list[str]()
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{tower}." for tower in towers)) and path.rpartition(".")[2] in PROJECTORS:
-            projectors += (
-                [f"{path}.{name}" for name, _ in module.named_children()]
-                if isinstance(module, nn.ModuleList)
-                else [path]
-            )
+            parts = [f"{path}.{name}" for name, _ in module.named_children()]
+            projectors += parts if isinstance(module, nn.ModuleList) else [path]
     return projectors
 
 
@@ -261,12 +260,6 @@ def find_non_text_modules(model: Any) -> list[str]:
         if not is_text and not holds_head and not any(path.startswith(f"{parent}.") for parent in outside):
             outside.append(path)
     return outside
-
-
-def _find_custom_linears(model: nn.Module) -> list[str]:
-    """Return the paths of nn.Linear subclasses that do not compute x W^T + b, such as routers."""
-    linear: list[tuple[str, Any]] = [item for item in model.named_modules() if isinstance(item[1], nn.Linear)]
-    return [path for path, module in linear if not is_quantized(module.weight) and not is_linear(module)]
 
 
 def _build_pattern(paths: list[str], others: Collection[str] = ()) -> str | None:
@@ -289,12 +282,13 @@ def _is_target(path: str, lora: LoraSection) -> bool:
     return any(matches_path(name, path) for name in lora.target_modules)
 
 
-def _suggest_fix(name: str, paths: set[str], kind: str) -> str:
+def _build_unmatched_error(setting: str, name: str, paths: set[str], kind: str) -> UserError:
     names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
     nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)
     hint = f"did you mean {nearest[0]}? Available" if nearest else "available"
-    return f"matches no {kind} of this model; {hint}: {_summarize_names(paths)}"
+    problem = f"matches no {kind} of this model; {hint}: {_summarize_names(paths)}"
+    return UserError(f"lora.{setting}={to_text(name)}: {problem}")
 
 
 def _summarize_names(paths: Any) -> str:

@@ -111,10 +111,6 @@ def _build_block_diagonal(ups: dict[int, Tensor], combined: tuple[str, ...], pip
     settings = pipeline.settings
     inner = int(settings["num_attention_heads"]) * int(settings["attention_head_dim"])
     widths = [4 * inner if name == "proj_mlp" else inner for name in combined]
-    up = torch.zeros(sum(widths), sum(factor.shape[1] for factor in ups.values()), dtype=next(iter(ups.values())).dtype)
-    column = 0
-    for index, factor in sorted(ups.items()):
-        row = sum(widths[:index])
-        up[row : row + widths[index], column : column + factor.shape[1]] = factor
-        column += factor.shape[1]
-    return up
+    dtype = next(iter(ups.values())).dtype
+    blocks = [ups.get(index, torch.zeros(width, 0, dtype=dtype)) for index, width in enumerate(widths)]
+    return torch.block_diag(*blocks)

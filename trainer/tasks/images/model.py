@@ -74,9 +74,8 @@ class ImageModel(nn.Module):
 
     def list_shard_blocks(self) -> list[str]:
         """Return the paths of the shard units at stage 3: transformer blocks and residual convolution blocks."""
-        blocks = list_transformer_blocks(self)
-        residual = [path for path, module in self.named_modules() if type(module).__name__ == "ResnetBlock2D"]
-        return [path for path, _ in self.named_modules() if path in {*blocks, *residual}]
+        blocks, modules = set(list_transformer_blocks(self)), self.named_modules()
+        return [path for path, module in modules if path in blocks or type(module).__name__ == "ResnetBlock2D"]
 
     def get_output_embeddings(self) -> None:
         """Return None: there is no language-model head."""

@@ -88,11 +88,6 @@ class Pipeline:
     """Shapes of a caption's conditioning tensors, by name; used by pipelines with random weights."""
 
     @property
-    def size_multiple(self) -> int:
-        """Required divisor of the image width and height, in pixels."""
-        return self.downsampling * self.family.patch
-
-    @property
     def denoiser_folder(self) -> str:
         """Folder of the denoiser's weights and settings; empty for a random pipeline."""
         return "" if self.folder is None else str(self.folder / self.family.denoiser)
@@ -117,14 +112,22 @@ class Pipeline:
             return kind.from_config(self.scheduler_settings, **changes)
 
     def load_encoder_pipeline(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
+        import diffusers
+
         assert self.folder is not None, "a pipeline with random weights has no encoders"
+        silence_libraries()
+        unused = ("safety_checker", "feature_extractor", "image_encoder")
         parts: dict[str, Any] = {self.family.denoiser: None} | ({} if vae else {VAE: None})
+        parts |= {name: None for name in unused if name in self.index}
         if text:
             names = [name for name in self.family.text_encoders if self.index.get(name, [None])[0]]
             parts |= {name: self.load_text_encoder(name, dtype) for name in names}
         else:
             parts |= {name: None for name in self.index if name.startswith(("text_encoder", "tokenizer"))}
-        return self._load_diffusers_pipeline(parts, dtype)
+        extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
+        kind = getattr(diffusers, self.family.pipeline)
+        with self.convert_read_errors("its text encoders, tokenizers or VAE"):
+            return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
     def load_text_encoder(self, name: str, dtype: Any) -> Any:
         """Load a text encoder. Raises UserError if some of its weights are missing."""
@@ -140,18 +143,6 @@ class Pipeline:
             problem = f"{len(missing)} weights of {name} are missing from its files (first: {missing[0]})"
             raise UserError(f"base_model={self.base_model}: {problem}; copy the pipeline again")
         return model
-
-    def _load_diffusers_pipeline(self, components: dict[str, Any], dtype: Any) -> Any:
-        import diffusers
-
-        assert self.folder is not None, "a pipeline with random weights has no encoders"
-        silence_libraries()
-        unused = ("safety_checker", "feature_extractor", "image_encoder")
-        components |= {name: None for name in unused if name in self.index}
-        extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
-        kind = getattr(diffusers, self.family.pipeline)
-        with self.convert_read_errors("its text encoders, tokenizers or VAE"):
-            return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **components, **extra)
 
     def convert_read_errors(self, component: str) -> AbstractContextManager[None]:
         return _convert_read_errors(f"base_model={self.base_model}", component)

@@ -21,7 +21,7 @@ def prepare_image_run(config: RunConfig, log: Callable[[str], None], files: obje
     pipeline = read_pipeline(config.base_model, config.model)
     for mistake in _find_family_mistakes(config, pipeline):
         raise UserError(mistake)
-    check_sizes(config.image, pipeline.size_multiple)
+    check_sizes(config.image, pipeline.downsampling * pipeline.family.patch)
     pipeline.build_training_scheduler(config.image)
     with pipeline.convert_read_errors(f"{pipeline.family.denoiser}/config.json"):
         model = ImageModel(pipeline)

@@ -1,13 +1,13 @@
 """Train image models: the denoiser predicts noise or velocity from noisy latents."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import yaml
 
-from trainer.config import ImageSection, RunConfig
+from trainer.config import RunConfig
 from trainer.contract.known_versions import require
 from trainer.data.prepared import PreparedRun
 from trainer.monitor.metrics import Record
@@ -104,17 +104,36 @@ class ImageTask(Task):
             world_size=self._ranks.world_size,
         )
 
+    @torch.no_grad()
     def generate_samples(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        prompts = self._config.logging.sample_prompts
-        if not prompts or self._pipeline.folder is None:
+        """Generate and save an image for each sample prompt, always with the same seeds; a collective call."""
+        prompts, pipeline, image = self._config.logging.sample_prompts, self._pipeline, self._config.image
+        if not prompts or pipeline.folder is None:
             return
-        store = self._data.train.store
-        captions = {caption: store.load_conditions(store.captions.index(caption)) for caption in (*prompts, "")}
-        images = generate_sample_images(
-            engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
-        )
-        for prompt, image in zip(prompts, images, strict=True):
-            folder.save_image(prompt, when, step, image)
+        model, was_training, store = engine.module.get_base_model(), engine.module.training, self._data.train.store
+        engine.eval()
+        sampler = build_sampling_pipeline(model.denoiser, pipeline, self._device)
+        images = []
+        for index, prompt in enumerate(prompts):
+            # The empty prompt is for classifier-free guidance.
+            encoded = [store.load_conditions(store.captions.index(caption)) for caption in (prompt, "")]
+            conditions, empty = (_add_batch_dimension(each, self._device, model.dtype) for each in encoded)
+            arguments: dict[str, Any] = dict(pipeline.family.build_pipeline_arguments(conditions, negative=empty))
+            if image.sample_guidance != "auto":
+                arguments["guidance_scale"] = image.sample_guidance
+            latents = sampler(
+                **arguments,
+                height=image.resolution,
+                width=image.resolution,
+                num_inference_steps=image.sample_steps,
+                generator=torch.Generator().manual_seed(self._config.seed + index),
+                output_type="latent",
+            ).images
+            images.append(_decode(sampler, latents, image.resolution))
+        sampler.vae.to("cpu")
+        engine.train(was_training)
+        for prompt, sample in zip(prompts, images, strict=True):
+            folder.save_image(prompt, when, step, sample)
         self._log(f"sample images, step {step}: {len(images)} in samples/")
 
     def prepare_companion_files(self) -> Callable[[Path], None]:
@@ -158,45 +177,6 @@ def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], na
         file=DIFFUSERS_FILE,
         rows=rows,
     )
-
-
-@torch.no_grad()
-def generate_sample_images(
-    engine: Engine,
-    pipeline: Pipeline,
-    image: ImageSection,
-    prompts: Sequence[str],
-    captions: Mapping[str, Conditions],
-    *,
-    device: torch.device,
-    seed: int,
-) -> list[Any]:
-    """Generate a PIL image for each prompt, always with the same seeds; a collective call.
-
-    `captions` contains the cached conditions for each prompt, and for the empty prompt in classifier-free guidance.
-    """
-    model = engine.module.get_base_model()
-    was_training = engine.module.training
-    engine.eval()
-    sampler = build_sampling_pipeline(model.denoiser, pipeline, device)
-    images = []
-    for index, prompt in enumerate(prompts):
-        conditions, empty = (_add_batch_dimension(captions[caption], device, model.dtype) for caption in (prompt, ""))
-        arguments: dict[str, Any] = dict(pipeline.family.build_pipeline_arguments(conditions, negative=empty))
-        if image.sample_guidance != "auto":
-            arguments["guidance_scale"] = image.sample_guidance
-        latents = sampler(
-            **arguments,
-            height=image.resolution,
-            width=image.resolution,
-            num_inference_steps=image.sample_steps,
-            generator=torch.Generator().manual_seed(seed + index),
-            output_type="latent",
-        ).images
-        images.append(_decode(sampler, latents, image.resolution))
-    sampler.vae.to("cpu")
-    engine.train(was_training)
-    return images
 
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:
