@@ -6,7 +6,7 @@ Legend: T tokens in a micro-batch, H hidden width, e bytes per value, V vocabula
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -62,9 +62,6 @@ class Activations:
     """Additional bytes needed during the backward pass, including those of a recomputed layer."""
     on_host: int = 0
     """Bytes kept in host memory."""
-
-    def scale(self, rows: int) -> "Activations":
-        return Activations(*(size * rows for size in astuple(self)))
 
 
 def estimate_tower_activations(model: Any, image_tokens: int, micro_step: MicroStep) -> tuple[int, int]:

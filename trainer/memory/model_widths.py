@@ -44,14 +44,12 @@ def read_shapes(
     unfused_head = describe_head_problem(model)
     blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, stored=stored))
-    new_rows = max(0, min_vocabulary_size - rows)
-    if new_rows:
+    if new_rows := max(0, min_vocabulary_size - rows):
         per_row = hidden * (1 if tied else 2)
         weights = (*weights, Weight(new_rows * per_row, packable=False, trained=False, layer=-1))
     return ModelShapes(
         hidden=hidden,
         vocabulary=rows + new_rows,
-        tied=tied,
         weights=weights,
         layers=reduce_to_kinds(blocks),
         properties=replace(properties, head=unfused_head, caps=unfused_head == CAPPED),

@@ -1,6 +1,7 @@
 """Estimate the memory of configurations, and choose a ZeRO stage, micro-batch and recomputation that fit."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -177,15 +178,12 @@ class Planner:
 
     def find_largest_batch(self, config: RunConfig, memory: int) -> int:
         """Return the largest micro-batch that fits, or 0. Above 1 it must leave `SPARE_FRACTION` of the peak free."""
-        fits, too_large = 0, self.find_largest_useful_batch(config) + 1
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            estimate = self.estimate(apply_changes(config, {"training.batch_size": middle}))
-            if estimate.needed + (int(estimate.peak * SPARE_FRACTION) if middle > 1 else 0) <= memory:
-                fits = middle
-            else:
-                too_large = middle
-        return fits
+
+        def is_too_large(size: int) -> bool:
+            estimate = self.estimate(apply_changes(config, {"training.batch_size": size}))
+            return estimate.needed + (int(estimate.peak * SPARE_FRACTION) if size > 1 else 0) > memory
+
+        return bisect_left(range(1, self.find_largest_useful_batch(config) + 1), True, key=is_too_large)
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
         """Resolve `auto` to the least recomputation that fits, then the lowest stage, then the largest batch.
@@ -207,15 +205,10 @@ class Planner:
         )
 
     def _minimize_recomputed_layers(self, config: RunConfig, memory: int) -> RunConfig:
-        best, too_few, enough = config, 0, len(self.shapes.layers)
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            tried = apply_changes(config, {RECOMPUTED_LAYERS_KEY: middle})
-            if self.estimate(tried).needed <= memory:
-                best, enough = tried, middle
-            else:
-                too_few = middle
-        return best
+        counts = range(1, len(self.shapes.layers))
+        fewer = [apply_changes(config, {RECOMPUTED_LAYERS_KEY: count}) for count in counts]
+        first_fitting = bisect_left(fewer, True, key=lambda choice: self.estimate(choice).needed <= memory)
+        return [*fewer, config][first_fitting]
 
     def _resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, config.count_data_ranks(self.machine.world_size)
