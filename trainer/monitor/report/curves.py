@@ -119,7 +119,6 @@ def choose_window(count: int) -> int | None:
 def format_held_out_label(records: list[Record]) -> str:
     held_out = HeldOutLosses.from_records(records)
     if held_out is None:
-        return ", ".join(
-            ["held out", *(f"{loss:.3f}" for loss in extract_series(records, "eval/loss").drop_nan().values)]
-        )
+        losses = extract_series(records, "eval/loss").drop_nan().values
+        return ", ".join(["held out", *(f"{loss:.3f}" for loss in losses)])
     return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"
