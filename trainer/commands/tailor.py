@@ -187,18 +187,14 @@ def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -
     settings["dataset.max_length"] = (length, why)
     if packs:
         why = f"the average document would fill only {profile.tokens.mean() / pack:.0%} of a sequence"
+    elif short:
+        why = f"with packing, the run would have only {format_count(steps, 'step')}"
     else:
-        why = (
-            f"with packing, the run would have only {format_count(steps, 'step')}"
-            if short
-            else "the documents already fill most of a sequence"
-        )
+        why = "the documents already fill most of a sequence"
     settings["dataset.packing"] = (packs, why)
     if held_out:
-        settings["dataset.val_split"] = (
-            held_out,
-            f"{format_count(max(1, round(held_out * documents)), 'document')} for evaluation",
-        )
+        why = f"{format_count(max(1, round(held_out * documents)), 'document')} for evaluation"
+        settings["dataset.val_split"] = (held_out, why)
 
 
 def _choose_epochs(documents: int) -> int:
@@ -216,14 +212,12 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""
         base = "the base model only fits in 4 bits" if adapter == "qlora" else "the base model fits in 16 bits"
         kept = "the fastest choice" if recompute == "none" else "recompute activations to save memory"
+        placed = "each rank keeps the whole base model" if stage == 2 else "the base model is sharded across the ranks"
         chosen: Settings = {
             "adapter": (adapter, f"{base} on GPUs {request.gpu_text}{why_not}"),
             "training.batch_size": (1, ""),
             "training.gradient_checkpointing": (recompute, kept),
-            "zero.stage": (
-                stage,
-                "each rank keeps the whole base model" if stage == 2 else "the base model is sharded across the ranks",
-            ),
+            "zero.stage": (stage, placed),
         }
         if offload:
             chosen["zero.offload_parameters"] = (True, "the base model stays in host memory to save GPU memory")

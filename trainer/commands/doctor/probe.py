@@ -61,11 +61,8 @@ def check_toolchain(config: RunConfig | None) -> Iterator[CheckResult]:
         else:
             yield CheckResult("operators", needed, f"{error}{fallback}", "ops.backend: peft")
         return
-    yield CheckResult(
-        "operators",
-        "OK",
-        f"will be compiled into {get_cache_folder()} on first use; to compile now: zerolora ops build",
-    )
+    found = f"will be compiled into {get_cache_folder()} on first use; to compile now: zerolora ops build"
+    yield CheckResult("operators", "OK", found)
 
 
 def check_inputs(config: RunConfig) -> Iterator[CheckResult]:
@@ -82,9 +79,8 @@ def check_inputs(config: RunConfig) -> Iterator[CheckResult]:
         kind.read_files(config)
         has_weights = kind.has_weights(config)
     except UserError as error:
-        yield CheckResult(
-            "run", "FAIL", str(error), "see the message; if offline, run `hf download` on another machine"
-        )
+        fix = "see the message; if offline, run `hf download` on another machine"
+        yield CheckResult("run", "FAIL", str(error), fix)
         return
     yield CheckResult("run", "OK", f"settings, {model} and data are usable")
     if not has_weights:

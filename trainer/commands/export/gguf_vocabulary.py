@@ -54,8 +54,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
             ranks.setdefault(merge.replace(" ", ""), -float(rank + 1))
         writer.add_token_scores([ranks.get(token, 0.0 if len(token) == 1 else -1000.0 * rows) for token in tokens])
     for name in ("bos", "eos", "unk", "pad"):
-        token_id = getattr(tokenizer, f"{name}_token_id")
-        if token_id is not None:
+        if (token_id := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(token_id)
     _add_special_tokens(writer, tokenizer)
 
@@ -67,8 +66,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     chats = _render_example_chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
-    template = load_chat_template(tokenizer, None)
-    if template:
+    if template := load_chat_template(tokenizer, None):
         writer.add_chat_template(template)
     if chats:
         # llama.cpp stops at the end of a turn only if it recognizes the token, or if its ID is in the file.
@@ -116,10 +114,8 @@ def _should_add_space(state: dict[str, Any], tokenizer: Any) -> bool:
     This is the tokenizer's own setting, unless only the opposite makes llama.cpp tokenize chats as in training.
     Raises UserError for unsupported normalizers or pre-tokenizers.
     """
-    normalizers, splitters = (
-        _list_steps(state["normalizer"], "normalizers"),
-        _list_steps(state["pre_tokenizer"], "pretokenizers"),
-    )
+    normalizers = _list_steps(state["normalizer"], "normalizers")
+    splitters = _list_steps(state["pre_tokenizer"], "pretokenizers")
     kinds = [step["type"] for step in (*normalizers, *splitters)]
     if unsupported := [kind for kind in kinds if kind not in ("Prepend", "Replace", "Metaspace", "Split")]:
         raise UserError(
