@@ -129,9 +129,8 @@ def loss_head_bytes(shapes: ModelShapes, micro_step: MicroStep) -> int:
     The fused loss needs the norm's output T H e, the K hidden states and their gradients 2 K H e, and one chunk of
     logits. The unfused loss needs 12 bytes per logit, plus e for the tanh output if logits are capped.
     """
-    norm = micro_step.tokens * (
-        shapes.hidden * (micro_step.element_size if micro_step.own_norms else FP32_BYTES) + FP32_BYTES
-    )
+    norm_element_size = micro_step.element_size if micro_step.own_norms else FP32_BYTES
+    norm = micro_step.tokens * (shapes.hidden * norm_element_size + FP32_BYTES)
     hidden = micro_step.tokens * shapes.hidden * micro_step.element_size
     positions = micro_step.rows * min(micro_step.targets, micro_step.settings.length)
     if micro_step.fused_loss:
