@@ -167,9 +167,8 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     count = min(MAX_AVERAGED_RECORDS, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     note_means = f", means of {count} records" if count > 1 else ""
-    kept_note = (
-        f", kept: step {held_out.kept_step:,}" if held_out and len(extract_series(records, "eval/kept_step")) else ""
-    )
+    is_kept_known = len(extract_series(records, "eval/kept_step")) > 0
+    kept_note = f", kept: step {held_out.kept_step:,}" if held_out and is_kept_known else ""
     for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
             tiles.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _format_change(values[0], values[-1]) + note))
