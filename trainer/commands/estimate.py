@@ -201,11 +201,8 @@ def main(argv: list[str] | None = None) -> None:
         network = speed.resolve_network_bandwidth(planner, arguments)
         seconds = {} if network is None else predict_seconds(planner, config, memory, longest, gpu_name, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
-        print(
-            json.dumps(rows)
-            if arguments.json
-            else "\n".join(format_longest_sequences(longest, seconds, gpu_name, context))
-        )
+        lines = format_longest_sequences(longest, seconds, gpu_name, context)
+        print(json.dumps(rows) if arguments.json else "\n".join(lines))
         return
     result, resolved = build_report(planner, config, memory, [*loaded.notes, *notes])
     result["speed"] = speed.predict(planner, resolved, arguments)
@@ -221,5 +218,4 @@ def main(argv: list[str] | None = None) -> None:
 def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None = None) -> tuple[Planner, list[str]]:
     """Build a memory planner for GPUs that need not exist, and return it with notes on its assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine.assume(world_size, precision, ranks_per_host)
-    return find_model_kind(config).build_draft_planner(config, machine)
+    return find_model_kind(config).build_draft_planner(config, Machine.assume(world_size, precision, ranks_per_host))

@@ -150,9 +150,8 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.compute_expert_rank(rank) <= profile.expert_width] or [8]
     information = BITS_PER_TOKEN * trained
-    rank = next(
-        (rank for rank in ranks if BITS_PER_PARAMETER * profile.count_parameters(rank) >= information), ranks[-1]
-    )
+    enough = (rank for rank in ranks if BITS_PER_PARAMETER * profile.count_parameters(rank) >= information)
+    rank = next(enough, ranks[-1])
     parameters = profile.count_parameters(rank)
     capacity = BITS_PER_PARAMETER * parameters
     data = f"about {information / 1e6:,.1f}" if information >= 1e5 else "less than 0.1"

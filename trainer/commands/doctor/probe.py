@@ -20,9 +20,8 @@ from trainer.contract.json_records import RESULT_PREFIX, CheckResult, CheckState
 
 
 def check_torch() -> Iterator[CheckResult]:
-    wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     built = f"{torch.__version__}, built with CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
-    if wants_cpu:
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
         yield CheckResult("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
         return
     if not torch.cuda.is_available():

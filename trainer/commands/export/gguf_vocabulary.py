@@ -99,11 +99,9 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
     if not tokenizer.chat_template:
         return []
     turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]
+    options = {"tokenize": False, "add_generation_prompt": True}
     try:
-        return [
-            str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-            for chat in (turns[:1], turns)
-        ]
+        return [str(tokenizer.apply_chat_template(chat, **options)) for chat in (turns[:1], turns)]
     except TemplateError:
         return []
 
@@ -147,10 +145,9 @@ def is_chat_tokenization_identical(tokenizer: Any, adds_space: bool) -> bool:
 
 def has_chat_tokenization_mismatch(tokenizer: Any) -> bool:
     """Return whether llama.cpp tokenizes chats differently from this tokenizer, whether or not it adds a space."""
-    is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
-    return bool(is_sentencepiece) and not any(
-        is_chat_tokenization_identical(tokenizer, space) for space in (True, False)
-    )
+    if not json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback"):
+        return False  # not a sentencepiece tokenizer
+    return not any(is_chat_tokenization_identical(tokenizer, space) for space in (True, False))
 
 
 def _list_steps(step: dict[str, Any] | None, list_key: str) -> list[dict[str, Any]]:
