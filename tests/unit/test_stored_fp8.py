@@ -312,7 +312,7 @@ def in_16_bits(stored: dict[str, torch.Tensor]) -> None:
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "scales lost": (
         tensors(lambda stored: stored.pop(f"{QUERY}_scale_inv")),
-        (f"{QUERY} is stored in FP8, but {QUERY}_scale_inv is missing; download the model again",),
+        (f"{QUERY} is stored in FP8, but {QUERY}_scale_inv is missing; download it again",),
     ),
     "blocks that do not divide": (
         announced(weight_block_size=[48, 48]),
@@ -353,7 +353,7 @@ def test_merged_into_the_16_bit_model_or_the_dequantised_weights(tmp_path: Path)
     run_dir = make_run(tmp_path, base=base)
     plain = write_dequantized(store_in_fp8(base, "channel"), tmp_path / "plain")
     run = find_run(run_dir, allow_mismatch=True)
-    with pytest.raises(UserError, match=r"is stored in FP8, .* with --base-model.*, or merge into"):
+    with pytest.raises(UserError, match=r"is stored in FP8, .* with --base-model.*, or use --dtype bf16"):
         merge(run, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     written = merge(run, tmp_path / "dequantised", dtype="fp32")

@@ -312,7 +312,7 @@ def test_slurm_fields_of_a_job_are_described() -> None:
     job = {"JobId": "12", "ArrayJobId": "10", "ArrayTaskId": "2", "JobState": "PENDING", "Reason": "Resources"}
     job |= {"NodeList": "(null)", "RunTime": "00:00:00", "TimeLimit": "01:00:00", "Restarts": "1", "StdOut": "/x"}
     assert describe_job(job) == [
-        ("job", "10_2 PENDING (Resources)"), ("time", "00:00:00 of 01:00:00, start 2"), ("log", "/x"),
+        ("job", "10_2 PENDING (Resources)"), ("time", "00:00:00 of 01:00:00, attempt 2"), ("log", "/x"),
     ]  # fmt: skip
     assert find_run_dir({"Comment": "zerolora /runs/a b"}) == Path("/runs/a b")
     assert find_run_dir({"Comment": "mine"}) is None

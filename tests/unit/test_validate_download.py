@@ -57,7 +57,7 @@ def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_tab
     longer = [str(config), "dataset.max_length=512"]
     assert validate.main(longer) == 0
     said = (
-        "warning: dataset.max_length=512: the model's context holds 256 tokens; adapters may learn little from longer"
+        "warning: dataset.max_length=512: the model's context is 256 tokens; adapters may learn little from longer"
     )
     assert said in capsys.readouterr().out
     assert validate.main([*longer, "model.rope_scaling={type: yarn, factor: 4}"]) == 0
@@ -79,7 +79,7 @@ UNLIMITED = ("mpt", "recurrent_gemma", "xlstm")
 
 
 @pytest.mark.parametrize(
-    "kind", ["bloom", "mamba", "xlnet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in UNLIMITED)]
+    "kind", ["bloom", "mamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in UNLIMITED)]
 )
 def test_models_without_a_maximum_length_are_described(
     kind: str, config: Path, capsys: pytest.CaptureFixture[str]

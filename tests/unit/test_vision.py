@@ -297,7 +297,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no mark": ({"messages": turns("?"), "images": ["red.png"]}, "has 1 image, but 0 placeholders"),
     "address": ({"messages": turns("<image>?"), "images": ["https://a.b/c.png"]}, "is a URL .*download the image"),
     "number": ({"messages": turns("<image>?"), "images": [3]}, "record 1, image 1: is a number"),
-    "typed": ({"messages": turns("<|image_pad|>?")}, r"has <\|image_pad\|> 1 times, but there are 0 images"),
+    "typed": ({"messages": turns("<|image_pad|>?")}, r"contains <\|image_pad\|> 1 times, but there are 0 images"),
     "pairs": (
         {
             "chosen": turns("?", "red"),

@@ -38,8 +38,7 @@ class TextAdapter:
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: IntegerKind | None) -> str:
         """Write the merged model; return a message that shows how to load it."""
         merge(run, output, dtype=dtype, scale=scale, quantize=quantize)
-        auto = find_task(run.config).auto_class
-        return f"{output}; load it with {auto}.from_pretrained({str(output)!r})"
+        return f"{output}; load it with {find_task(run.config).auto_class}.from_pretrained({str(output)!r})"
 
     @staticmethod
     def export(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> list[str]:
@@ -60,8 +59,7 @@ class ImageAdapter:
     @staticmethod
     def merge(run: FinishedRun, output: Path, *, dtype: str, scale: float, quantize: object = None) -> str:
         stored = merge_image_adapter(run, output, dtype=dtype, scale=scale)
-        load = f"DiffusionPipeline.from_pretrained({str(output)!r}, dtype={stored})"
-        return f"{output}; load it with {load}"
+        return f"{output}; load it with DiffusionPipeline.from_pretrained({str(output)!r}, dtype={stored})"
 
     @staticmethod
     def export(run: FinishedRun, format_: str, output: Path, *, dtype: str) -> list[str]:
@@ -69,8 +67,8 @@ class ImageAdapter:
         pipeline = read_pipeline(run.config.base_model, run.config.model)
         if format_ == "hf":
             stored = merge_image_adapter(run, output, dtype="auto", scale=1.0)
-            name = pipeline.family.pipeline
-            return [f"load it with diffusers.{name}.from_pretrained({str(output)!r}, dtype={stored})"]
+            load = f"diffusers.{pipeline.family.pipeline}.from_pretrained({str(output)!r}, dtype={stored})"
+            return [f"load it with {load}"]
         with temporary_output(output) as folder:
             if format_ == "kohya":
                 save_file(convert_to_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})

@@ -30,11 +30,6 @@ def check_output(output: Path) -> None:
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"{output}: cannot be created in {existing}; use another folder with --output")
-    _check_no_run_in(output)
-
-
-def _check_no_run_in(output: Path) -> None:
-    """Raise UserError if a run is training in a parent folder, where it may delete files."""
     for folder in output.absolute().parents:
         try:
             holder = describe_live_holder(folder)

@@ -201,11 +201,8 @@ def main(argv: list[str] | None = None) -> None:
         network = speed.resolve_network_bandwidth(planner, arguments)
         seconds = {} if network is None else predict_seconds(planner, config, memory, longest, gpu_name, network)
         rows = {size: {"tokens": length, "step_s": seconds.get(size)} for size, length in longest.items()}
-        print(
-            json.dumps(rows)
-            if arguments.json
-            else "\n".join(format_longest_sequences(longest, seconds, gpu_name, context))
-        )
+        lines = format_longest_sequences(longest, seconds, gpu_name, context)
+        print(json.dumps(rows) if arguments.json else "\n".join(lines))
         return
     result, resolved = build_report(planner, config, memory, [*loaded.notes, *notes])
     result["speed"] = speed.predict(planner, resolved, arguments)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from trainer.checkpoint.finished_run import (
     BASE_MODEL_HELP,
@@ -148,9 +148,8 @@ def _measure_pairs(model: Any, loss: Any, samples: Samples, pad_token_id: int, b
     margins = [margin for sample in samples for margin in sample.margins]
     parts: list[torch.Tensor] = []
     for start in range(0, len(documents) // 2, batch_size):
-        batch = collate_samples(
-            documents[2 * start : 2 * (start + batch_size)], pad_token_id, packed=False, flat=False, pairs=True
-        )
+        rows = documents[2 * start : 2 * (start + batch_size)]
+        batch = collate_samples(rows, pad_token_id, packed=False, flat=False, pairs=True)
         assert isinstance(batch, PairBatch)
         batch = replace(batch, margins=torch.tensor(margins[start : start + batch_size]))  # dropped by split_documents
         for context in (model.disable_adapter, nullcontext):
@@ -182,9 +181,8 @@ def load_held_out_samples(
         section = section.model_copy(update=reset | fields)
     try:
         model_config = load_model_config(run.config.base_model, run.config.model)
-        files = PreparedRun(
-            tokenizer, model_config, None, context_length=get_context_length(model_config), images=images
-        )
+        context = get_context_length(model_config)
+        files = PreparedRun(tokenizer, model_config, None, context_length=context, images=images)
         prepared = tokenize(run.config.model_copy(update={"dataset": section}), files)
         has_pairs = bool((prepared.stats.evaluation or prepared.stats).pairs)
         find_task(run.config).check_can_evaluate(run.config, run.folder, prepared.stats)
@@ -232,10 +230,7 @@ def compute_row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
 def print_results(results: dict[str, Any], heading: str, console: Console) -> None:
     unit = next(unit for unit in COLUMNS if unit in results)
     columns = COLUMNS[unit]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for title, *_ in columns.values():
-        table.add_column(title, justify="right")
+    table = Table("", *(Column(title, justify="right") for title, *_ in columns.values()), box=None, pad_edge=False)
     for row, model in (("base", "base"), ("base + adapter", "adapter"), ("difference", "difference")):
         sign, values = "+" * (model == "difference"), results[model]
         table.add_row(row, *(_format_cell(values, name, sign + spec) for name, (_, spec, *_) in columns.items()))

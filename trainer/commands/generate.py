@@ -17,7 +17,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from transformers import TextStreamer
 
@@ -171,9 +171,7 @@ def print_answers(answers: dict[str, str], console: Console) -> None:
         console.file.write((sanitize(answer) if console.is_terminal else answer) + "\n")
         console.file.flush()
         return
-    table = Table(expand=True)
-    for name in answers:
-        table.add_column(name, ratio=1, overflow="fold")
+    table = Table(*(Column(name, ratio=1, overflow="fold") for name in answers), expand=True)
     table.add_row(*(Text(sanitize(text)) for text in answers.values()))
     console.print(table)
 
@@ -210,8 +208,7 @@ def replace_invalid_unicode(prompt: Prompt) -> Prompt:
         return [turn | {"content": replace_invalid_unicode(turn["content"])} for turn in prompt]
     text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
     if text != prompt:
-        note = f"note: {to_text(text)!r} is not valid Unicode; invalid parts are replaced with \ufffd"
-        print(note, file=sys.stderr)
+        print(f"note: {to_text(text)!r} is not valid Unicode; invalid parts are replaced with \ufffd", file=sys.stderr)
     return text
 
 

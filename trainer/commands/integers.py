@@ -46,18 +46,15 @@ class IntegerMerge:
 
         Raises UserError if no layer is adapted, or if one cannot be quantized.
         """
-        layers = find_adapted_linears(adapted)
+        layers = {path.removeprefix(PEFT_PREFIX): layer for path, layer in find_adapted_linears(adapted).items()}
         if not layers:
             raise UserError(f"--quantize={self.kind}: no linear layer has an adapter; merge without --quantize")
         for path, layer in layers.items():
             if reason := explain_unsupported_layer(layer):
-                raise UserError(
-                    f"--quantize={self.kind}: {path.removeprefix(PEFT_PREFIX)}: {reason}; merge without --quantize"
-                )
-        widths = {path.removeprefix(PEFT_PREFIX): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
+                raise UserError(f"--quantize={self.kind}: {path}: {reason}; merge without --quantize")
+        widths = {path: layer.base_layer.weight.shape[1] for path, layer in layers.items()}
         self._format = choose_integer_format(self.kind, widths, self.dtype, setting="--quantize")
-        for path, layer in layers.items():
-            self._layers[path.removeprefix(PEFT_PREFIX)] = self._quantize_layer(layer, self._format)
+        self._layers = {path: self._quantize_layer(layer, self._format) for path, layer in layers.items()}
 
     def _quantize_layer(self, layer: Any, format_: IntegerFormat) -> tuple[Tensor, Tensor]:
         name = layer.active_adapters[0]

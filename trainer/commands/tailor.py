@@ -150,9 +150,8 @@ def _choose_adapter(settings: Settings, profile: Profile) -> list[str]:
     usable = (rank for rank in RANKS if rank <= profile.widest)
     ranks = [rank for rank in usable if profile.compute_expert_rank(rank) <= profile.expert_width] or [8]
     information = BITS_PER_TOKEN * trained
-    rank = next(
-        (rank for rank in ranks if BITS_PER_PARAMETER * profile.count_parameters(rank) >= information), ranks[-1]
-    )
+    enough = (rank for rank in ranks if BITS_PER_PARAMETER * profile.count_parameters(rank) >= information)
+    rank = next(enough, ranks[-1])
     parameters = profile.count_parameters(rank)
     capacity = BITS_PER_PARAMETER * parameters
     data = f"about {information / 1e6:,.1f}" if information >= 1e5 else "less than 0.1"
@@ -187,18 +186,14 @@ def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -
     settings["dataset.max_length"] = (length, why)
     if packs:
         why = f"the average document would fill only {profile.tokens.mean() / pack:.0%} of a sequence"
+    elif short:
+        why = f"with packing, the run would have only {format_count(steps, 'step')}"
     else:
-        why = (
-            f"with packing, the run would have only {format_count(steps, 'step')}"
-            if short
-            else "the documents already fill most of a sequence"
-        )
+        why = "the documents already fill most of a sequence"
     settings["dataset.packing"] = (packs, why)
     if held_out:
-        settings["dataset.val_split"] = (
-            held_out,
-            f"{format_count(max(1, round(held_out * documents)), 'document')} for evaluation",
-        )
+        why = f"{format_count(max(1, round(held_out * documents)), 'document')} for evaluation"
+        settings["dataset.val_split"] = (held_out, why)
 
 
 def _choose_epochs(documents: int) -> int:
@@ -216,14 +211,12 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""
         base = "the base model only fits in 4 bits" if adapter == "qlora" else "the base model fits in 16 bits"
         kept = "the fastest choice" if recompute == "none" else "recompute activations to save memory"
+        placed = "each rank keeps the whole base model" if stage == 2 else "the base model is sharded across the ranks"
         chosen: Settings = {
             "adapter": (adapter, f"{base} on GPUs {request.gpu_text}{why_not}"),
             "training.batch_size": (1, ""),
             "training.gradient_checkpointing": (recompute, kept),
-            "zero.stage": (
-                stage,
-                "each rank keeps the whole base model" if stage == 2 else "the base model is sharded across the ranks",
-            ),
+            "zero.stage": (stage, placed),
         }
         if offload:
             chosen["zero.offload_parameters"] = (True, "the base model stays in host memory to save GPU memory")

@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"resume: from {resumption.checkpoint}")
     for note in resumption.notes:
         print(f"resume: {note}")
-    problem = describe_output_problem(loaded.config)
-    if problem:
+    if problem := describe_output_problem(loaded.config):
         print(f"OK except for output_dir={loaded.config.output_dir}: {problem}")
     else:
         print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")

@@ -6,7 +6,7 @@ Legend: T tokens in a micro-batch, H hidden width, e bytes per value, V vocabula
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -62,9 +62,6 @@ class Activations:
     """Additional bytes needed during the backward pass, including those of a recomputed layer."""
     on_host: int = 0
     """Bytes kept in host memory."""
-
-    def scale(self, rows: int) -> "Activations":
-        return Activations(*(size * rows for size in astuple(self)))
 
 
 def estimate_tower_activations(model: Any, image_tokens: int, micro_step: MicroStep) -> tuple[int, int]:
@@ -132,9 +129,8 @@ def loss_head_bytes(shapes: ModelShapes, micro_step: MicroStep) -> int:
     The fused loss needs the norm's output T H e, the K hidden states and their gradients 2 K H e, and one chunk of
     logits. The unfused loss needs 12 bytes per logit, plus e for the tanh output if logits are capped.
     """
-    norm = micro_step.tokens * (
-        shapes.hidden * (micro_step.element_size if micro_step.own_norms else FP32_BYTES) + FP32_BYTES
-    )
+    norm_element_size = micro_step.element_size if micro_step.own_norms else FP32_BYTES
+    norm = micro_step.tokens * (shapes.hidden * norm_element_size + FP32_BYTES)
     hidden = micro_step.tokens * shapes.hidden * micro_step.element_size
     positions = micro_step.rows * min(micro_step.targets, micro_step.settings.length)
     if micro_step.fused_loss:

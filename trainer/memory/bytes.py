@@ -113,9 +113,8 @@ def estimate(
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (resident | moments[moment]).items() if size}
-    return Estimate(
-        terms, moment, host_bytes(shapes, placement, activations.on_host), checkpoint_bytes(shapes, placement)
-    )
+    host = host_bytes(shapes, placement, activations.on_host)
+    return Estimate(terms, moment, host, checkpoint_bytes(shapes, placement))
 
 
 def trained_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:

@@ -5,7 +5,7 @@ counted as flash attention, which keeps no scores.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
@@ -58,12 +58,11 @@ class ImagePlanner(Planner):
     def estimate(self, config: RunConfig) -> Estimate:
         training, lora = config.training, config.lora.model_dump_json()
         recompute = training.gradient_checkpointing != "none"
-        activations = self._observe_images(config.image.resolution, lora, self._element_size, recompute=recompute)
-        if recompute and training.offload_activations:
-            activations = replace(activations, kept=0)
+        per_row = self._observe_images(config.image.resolution, lora, self._element_size, recompute=recompute)
         rows = training.batch_size * (2 if config.image.prior is not None else 1)
+        kept = 0 if recompute and training.offload_activations else rows * per_row.kept
         placement = self._build_placement(config, self.build_decisions(config))
-        return estimate(self.shapes, None, placement, activations.scale(rows))
+        return estimate(self.shapes, None, placement, Activations(kept, rows * per_row.backward))
 
     def _minimize_recomputed_layers(self, config: RunConfig, memory: int) -> RunConfig:
         return config  # either all blocks are recomputed or none
@@ -80,7 +79,6 @@ def read_image_shapes(pipeline: Pipeline, lora: Any) -> ModelShapes:
     return ModelShapes(
         hidden=1,
         vocabulary=1,
-        tied=False,
         weights=tuple(read_weights(model, blocks, None, in_mxfp4=False)),
         layers=(0,) * len(blocks),
         properties=ModelProperties(True, False, False, False, "an image model", False, {}),

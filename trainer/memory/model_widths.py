@@ -44,14 +44,12 @@ def read_shapes(
     unfused_head = describe_head_problem(model)
     blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, stored=stored))
-    new_rows = max(0, min_vocabulary_size - rows)
-    if new_rows:
+    if new_rows := max(0, min_vocabulary_size - rows):
         per_row = hidden * (1 if tied else 2)
         weights = (*weights, Weight(new_rows * per_row, packable=False, trained=False, layer=-1))
     return ModelShapes(
         hidden=hidden,
         vocabulary=rows + new_rows,
-        tied=tied,
         weights=weights,
         layers=reduce_to_kinds(blocks),
         properties=replace(properties, head=unfused_head, caps=unfused_head == CAPPED),
@@ -67,20 +65,18 @@ def read_weights(
     """Yield each parameter as a `Weight` with its block's index. `stored` is the checkpoint's quantized format."""
     stored_bits = 0 if stored is None else 4 if stored.scale_granularity == "groups" else 8
     layer_indices = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
-    modules = {
-        path: module
+    modules = [
+        module
         for path, module in model.named_modules()
         if stored is None or stored.is_quantized(path.removeprefix("base_model.model.").replace(".base_layer", ""))
-    }
-    packable = {id(module.weight) for module in modules.values() if is_linear(module) and module is not head}
+    ]
+    packable = {id(module.weight) for module in modules if is_linear(module) and module is not head}
     experts = {id(weight): len(weight) for module in model.modules() for weight in find_expert_weights(module).values()}
-    packable |= {id(weight) for module in modules.values() for weight in find_expert_weights(module).values()}
-    transposed = {
-        id(weight)
-        for module in modules.values()
-        if is_transposed(module)
-        for weight in find_expert_weights(module).values()
-    }
+    transposed: set[int] = set()
+    for module in modules:
+        expert_ids = {id(weight) for weight in find_expert_weights(module).values()}
+        packable |= expert_ids
+        transposed |= expert_ids if is_transposed(module) else set()
     for name, parameter in model.named_parameters():
         frozen = id(parameter) in packable and not parameter.requires_grad
         matrix = parameter.mT if id(parameter) in transposed else parameter

@@ -1,6 +1,7 @@
 """Estimate the memory of configurations, and choose a ZeRO stage, micro-batch and recomputation that fit."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -31,6 +32,8 @@ TOKEN_BY_TOKEN, SHORT = ("rwkv", "mamba", "falcon_mamba"), 16
 MIN_HALVED_LENGTH = 256
 """Length up to which sequences are not halved."""
 STAGES = (0, 1, 2, 3)
+OFFLOADS = ((False, False), (True, False), (True, True))
+"""Whether optimizer and parameters are offloaded; stage 0 allows only the first choice, stage 3 all."""
 CPU_STAGE = 2
 """ZeRO stage that `auto` selects without a GPU."""
 RECOMPUTATION = "training.gradient_checkpointing"
@@ -136,13 +139,11 @@ class Planner:
         if placement.zero.stage == 3:
             layers = sum(stored_bytes(weight, placement) for weight in list_gathered_weights(self.shapes, placement))
             weights = 2 * placement.training.gradient_accumulation_steps * layers
-        gradients = (
-            2 * (machine.world_size - 1) * self.shapes.trained_numel * placement.element_size // machine.world_size
-        )
+        gradients = self.shapes.trained_numel * placement.element_size
         return {
             "weights_from_its_host": weights * (near - 1) // len(group),
             "weights_from_other_hosts": weights * (len(group) - near) // len(group),
-            "gradients": gradients,
+            "gradients": 2 * (machine.world_size - 1) * gradients // machine.world_size,
         }
 
     def try_changes(self, config: RunConfig, changes: Changes) -> PlanChoice:
@@ -156,9 +157,9 @@ class Planner:
     def list_stages(self, config: RunConfig) -> list[PlanChoice]:
         config = apply_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
         variations = [
-            {"zero.stage": stage, **OFFLOADS[name]}
+            {"zero.stage": stage, "zero.offload_optimizer": optimizer, "zero.offload_parameters": parameters}
             for stage in STAGES
-            for name in [*OFFLOADS][: {0: 1, 3: 3}.get(stage, 2)]
+            for optimizer, parameters in OFFLOADS[: {0: 1, 3: 3}.get(stage, 2)]
         ]
         return [self.try_changes(config, changes) for changes in variations]
 
@@ -177,15 +178,12 @@ class Planner:
 
     def find_largest_batch(self, config: RunConfig, memory: int) -> int:
         """Return the largest micro-batch that fits, or 0. Above 1 it must leave `SPARE_FRACTION` of the peak free."""
-        fits, too_large = 0, self.find_largest_useful_batch(config) + 1
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            estimate = self.estimate(apply_changes(config, {"training.batch_size": middle}))
-            if estimate.needed + (int(estimate.peak * SPARE_FRACTION) if middle > 1 else 0) <= memory:
-                fits = middle
-            else:
-                too_large = middle
-        return fits
+
+        def is_too_large(size: int) -> bool:
+            estimate = self.estimate(apply_changes(config, {"training.batch_size": size}))
+            return estimate.needed + (int(estimate.peak * SPARE_FRACTION) if size > 1 else 0) > memory
+
+        return bisect_left(range(1, self.find_largest_useful_batch(config) + 1), True, key=is_too_large)
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
         """Resolve `auto` to the least recomputation that fits, then the lowest stage, then the largest batch.
@@ -200,22 +198,14 @@ class Planner:
         if memory is None or self.estimate(without).needed <= memory:
             return without
         all_layers = self._resolve(apply_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
-        return (
-            all_layers
-            if self.estimate(all_layers).needed > memory
-            else self._minimize_recomputed_layers(all_layers, memory)
-        )
+        fits = self.estimate(all_layers).needed <= memory
+        return self._minimize_recomputed_layers(all_layers, memory) if fits else all_layers
 
     def _minimize_recomputed_layers(self, config: RunConfig, memory: int) -> RunConfig:
-        best, too_few, enough = config, 0, len(self.shapes.layers)
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            tried = apply_changes(config, {RECOMPUTED_LAYERS_KEY: middle})
-            if self.estimate(tried).needed <= memory:
-                best, enough = tried, middle
-            else:
-                too_few = middle
-        return best
+        counts = range(1, len(self.shapes.layers))
+        fewer = [apply_changes(config, {RECOMPUTED_LAYERS_KEY: count}) for count in counts]
+        first_fitting = bisect_left(fewer, True, key=lambda choice: self.estimate(choice).needed <= memory)
+        return [*fewer, config][first_fitting]
 
     def _resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, config.count_data_ranks(self.machine.world_size)
@@ -302,12 +292,10 @@ class Planner:
 
     def estimate_activations(self, micro_step: MicroStep) -> Activations:
         plain = replace(micro_step.settings, recomputed="none", selective=False)
-        layers, plain_layers = (
-            [observed[kind] for kind in self.shapes.layers]
-            for observed in (
-                self._estimate_layers(settings, micro_step.rows) for settings in (micro_step.settings, plain)
-            )
-        )
+        by_kind = self._estimate_layers(micro_step.settings, micro_step.rows)
+        plain_by_kind = self._estimate_layers(plain, micro_step.rows)
+        kinds = self.shapes.layers
+        layers, plain_layers = ([observed[kind] for kind in kinds] for observed in (by_kind, plain_by_kind))
         return combine_layers(layers, plain_layers, micro_step.larger_pass_rows / micro_step.rows, micro_step)
 
     def _estimate_layers(self, settings: LayerSettings, rows: int) -> dict[int, Layer]:
@@ -351,13 +339,6 @@ class Planner:
     @cached_property
     def _element_size(self) -> int:
         return 4 if self.machine.precision == "fp32" else 2
-
-
-OFFLOADS: dict[str, Changes] = {
-    "none": {"zero.offload_optimizer": False, "zero.offload_parameters": False},
-    "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
-    "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
-}
 
 
 def _count_reference_rows(config: RunConfig) -> int:

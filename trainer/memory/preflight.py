@@ -150,9 +150,8 @@ def _describe_host_shortage(planner: Planner, resolved: RunConfig) -> str:
     fitting = planner.estimate_activations(work).on_host
     if fitting == needed:
         return ""
-    fits = f"only {format_gib(fitting)} of {format_gib(needed)} per rank fit in host memory"
-    problem = f"training.offload_activations=true: {fits}"
-    return f"[yellow]warning:[/yellow] {problem}; the rest stays on the GPU"
+    fits = f"only {format_gib(fitting)} of {format_gib(needed)} per rank fit in host memory; the rest stays on the GPU"
+    return f"[yellow]warning:[/yellow] training.offload_activations=true: {fits}"
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:

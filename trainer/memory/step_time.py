@@ -127,10 +127,9 @@ def _predict_compute(
     planner: Planner, config: RunConfig, micro_step: MicroStep, fraction: float, measured: dict[str, Any], rate: float
 ) -> float:
     """Return the compute time of a micro-step in seconds: attention at its measured rate, all else at `rate` FLOP/s."""
-    ranks, length = config.parallel.sequence, micro_step.settings.length * config.parallel.sequence
-    linear = count_flops(
-        planner.shapes, micro_step.rows, micro_step.settings.length, min(micro_step.targets, micro_step.settings.length)
-    )
+    ranks, part = config.parallel.sequence, micro_step.settings.length
+    length = ranks * part
+    linear = count_flops(planner.shapes, micro_step.rows, part, min(micro_step.targets, part))
     attention = count_attention_flops(planner.shapes, micro_step.rows, length) / ranks
     speeds = measured["attention"]
     forward, backward = speeds[max((shortest for shortest in speeds if shortest <= length), default=min(speeds))]
@@ -145,12 +144,10 @@ def _predict_gathers(
 ) -> tuple[float, list[Collective]]:
     traffic, accumulation = planner.estimate_received_bytes(config), config.training.gradient_accumulation_steps
     local, remote = (traffic[f"weights_from_{source}"] / accumulation for source in ("its_host", "other_hosts"))
-    seconds, count = (
-        max(local / link_bandwidth, remote / network_bandwidth if remote else 0.0),
-        2 * len(planner.shapes.layers),
-    )
+    seconds = max(local / link_bandwidth, remote / network_bandwidth if remote else 0.0)
     if not seconds:
         return 0.0, []
+    count = 2 * len(planner.shapes.layers)
     seconds += count * LATENCY_S * math.log2(planner.machine.world_size)
     name = f"per-layer all-gather {'from this and other hosts' if remote else 'within the host'}"
     return seconds, [Collective(name, count * accumulation, int(local + remote) // count, seconds / count)]

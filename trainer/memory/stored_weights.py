@@ -41,7 +41,6 @@ class Weight:
 class ModelShapes:
     hidden: int
     vocabulary: int
-    tied: bool
     weights: tuple[Weight, ...]
     layers: tuple[int, ...]
     """Kind of each layer; layers of the same kind keep the same activations."""

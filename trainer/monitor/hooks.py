@@ -143,21 +143,16 @@ class SpikeDetector(Hook):
             median_loss = median(history)
             spread = MAD_TO_STD * median(abs(value - median_loss) for value in history)
             is_spike = loss - median_loss > max(SPIKE_STDS * spread, SPIKE_FRACTION * median_loss)
-            if is_spike:
-                self._warn(step, loss, median_loss, len(history), grad_norm)
+            if is_spike and step - self._warned_at >= MIN_HISTORY:
+                self._warned_at = step
+                self._log(
+                    f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, but the last {len(history)} had a median "
+                    f"of {median_loss:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} "
+                    "--ranks N` shows its data"
+                )
         if math.isfinite(loss):
             history[:] = [*history[-HISTORY_STEPS + 1 :], loss]
         return is_spike
-
-    def _warn(self, step: int, loss: float, median_loss: float, count: int, grad_norm: float) -> None:
-        if step - self._warned_at < MIN_HISTORY:
-            return
-        self._warned_at = step
-        self._log(
-            f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, but the last {count} had a median of "
-            f"{median_loss:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} --ranks N` "
-            "shows its data"
-        )
 
 
 @replaces("the call of experts, to read its arguments")

@@ -91,21 +91,18 @@ class StepFlops:
 
 def _count_linear_flops(name: str, module: nn.Module, config: Any) -> float:
     if isinstance(module, nn.Linear):
-        size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
+        size = float(module.in_features * module.out_features)
     elif has_fused_experts(module):
         experts = get_expert_shape(module, DOWN)[0]
         visited = experts if takes_all_tokens(module) else count_experts_per_token(config)
         elements = sum(math.prod(get_expert_shape(module, name)) for name in list_expert_tensors(module))
-        size, parameters = elements * visited / experts, list(module.parameters(recurse=False))
+        size = elements * visited / experts
     elif isinstance(module, ExpertFactor):
-        size, parameters = (
-            get_full_size(module.weight) * count_experts_per_token(config) / module.experts,
-            [module.weight],
-        )
+        size = get_full_size(module.weight) * count_experts_per_token(config) / module.experts
     else:
         return 0.0
     # The factors of a flat adapter are views without requires_grad.
-    trained = "lora_" in name or any(parameter.requires_grad for parameter in parameters)
+    trained = "lora_" in name or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return (6.0 if trained else 4.0) * size
 
 

@@ -45,7 +45,15 @@ class StepProfiler(Hook):
         if step < self._first_step:
             return
         if self._profile is None:
-            self._start()
+            for owner, name, label in self._named:
+                setattr(owner, name, record_function(label)(getattr(owner, name)))
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            wait_for_device()
+            # Shapes distinguish the matrix products of frozen weights from the adapters'.
+            self._profile = profile(activities=activities, record_shapes=True)
+            self._profile.start()
         self._range.close()
         self._range.enter_context(record_function(f"{STEP} {step}"))
 
@@ -59,14 +67,3 @@ class StepProfiler(Hook):
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._file))
         self._profile = None
-
-    def _start(self) -> None:
-        for owner, name, label in self._named:
-            setattr(owner, name, record_function(label)(getattr(owner, name)))
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        wait_for_device()
-        # Shapes distinguish the matrix products of frozen weights from the adapters'.
-        self._profile = profile(activities=activities, record_shapes=True)
-        self._profile.start()

@@ -79,8 +79,7 @@ class Trackers:
             )
             for service in logging.report_to
         }
-        run_ids = {service: run.run_id for service, run in self._open.items() if run.run_id}
-        if run_ids:
+        if run_ids := {service: run.run_id for service, run in self._open.items() if run.run_id}:
             write_json(path, recorded_ids | run_ids)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -20,9 +20,8 @@ from trainer.contract.json_records import RESULT_PREFIX, CheckResult, CheckState
 
 
 def check_torch() -> Iterator[CheckResult]:
-    wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     built = f"{torch.__version__}, built with CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
-    if wants_cpu:
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
         yield CheckResult("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
         return
     if not torch.cuda.is_available():
@@ -61,11 +60,8 @@ def check_toolchain(config: RunConfig | None) -> Iterator[CheckResult]:
         else:
             yield CheckResult("operators", needed, f"{error}{fallback}", "ops.backend: peft")
         return
-    yield CheckResult(
-        "operators",
-        "OK",
-        f"will be compiled into {get_cache_folder()} on first use; to compile now: zerolora ops build",
-    )
+    found = f"will be compiled into {get_cache_folder()} on first use; to compile now: zerolora ops build"
+    yield CheckResult("operators", "OK", found)
 
 
 def check_inputs(config: RunConfig) -> Iterator[CheckResult]:
@@ -82,9 +78,8 @@ def check_inputs(config: RunConfig) -> Iterator[CheckResult]:
         kind.read_files(config)
         has_weights = kind.has_weights(config)
     except UserError as error:
-        yield CheckResult(
-            "run", "FAIL", str(error), "see the message; if offline, run `hf download` on another machine"
-        )
+        fix = "see the message; if offline, run `hf download` on another machine"
+        yield CheckResult("run", "FAIL", str(error), fix)
         return
     yield CheckResult("run", "OK", f"settings, {model} and data are usable")
     if not has_weights:

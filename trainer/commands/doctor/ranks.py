@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.config.errors import format_count
-from trainer.contract.json_records import RESULT_PREFIX, CheckResult
+from trainer.contract.json_records import RESULT_PREFIX, CheckResult, CheckState
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.agreement import RankReport, build_report, find_differences
 from trainer.parallel.ranks.group import (
@@ -59,21 +58,16 @@ def check_all_reduce(device: torch.device) -> Iterator[CheckResult]:
         found = f"{backend}: {int(wrong)} of {world * CHECKED_ELEMENTS} sums are wrong"
         yield CheckResult("all-reduce", "FAIL", found, fix)
         return
-    yield CheckResult(
-        "all-reduce", "OK", f"{backend}: {CHECKED_ELEMENTS} sums over {format_count(world, 'rank')} are exact"
-    )
+    found = f"{backend}: {CHECKED_ELEMENTS} sums over {format_count(world, 'rank')} are exact"
+    yield CheckResult("all-reduce", "OK", found)
     if world == 1:
         return
     speeds = [(size, _measure_bus_bandwidth(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
-    measured = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
-    slow = speeds[-1][1] < SLOW_GB_PER_S
-    name = "all-reduce speed"
-    yield CheckResult(
-        name,
-        "WARN" if slow else "OK",
-        f"bus bandwidth {measured}",
-        "set NCCL_SOCKET_IFNAME to the fast network interface" if slow else "",
-    )
+    found = "bus bandwidth " + ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
+    if speeds[-1][1] < SLOW_GB_PER_S:
+        yield CheckResult("all-reduce speed", "WARN", found, "set NCCL_SOCKET_IFNAME to the fast network interface")
+    else:
+        yield CheckResult("all-reduce speed", "OK", found)
 
 
 def _measure_bus_bandwidth(size: int, device: torch.device) -> float:
@@ -103,10 +97,11 @@ def check_clocks() -> Iterator[CheckResult]:
     found = f"the hosts' clocks are {difference:.2f} s apart{most_off}"
     if len(offsets) == 1:
         found = f"one host, {host}"
-    state: Any = "FAIL" if difference > CLOCK_FAIL_S else "WARN" if difference > CLOCK_WARN_S else "OK"
-    yield CheckResult(
-        "clocks", state, found, "" if state == "OK" else f"synchronize {host} with an NTP server (chronyd)"
-    )
+    if difference > CLOCK_WARN_S:
+        state: CheckState = "FAIL" if difference > CLOCK_FAIL_S else "WARN"
+        yield CheckResult("clocks", state, found, f"synchronize {host} with an NTP server (chronyd)")
+    else:
+        yield CheckResult("clocks", "OK", found)
 
 
 def check_output_is_shared(config: RunConfig, ranks: Ranks) -> CheckResult:
@@ -131,9 +126,8 @@ def check_output_is_shared(config: RunConfig, ranks: Ranks) -> CheckResult:
         fix = "use a folder on a file system that all hosts share, because all ranks write checkpoints"
         return CheckResult("output_dir", "FAIL", f"{folder}: is not shared with {', '.join(hosts_without)}", fix)
     hosts = len({host for host, _, _ in reports})
-    return CheckResult(
-        "output_dir", "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host")
-    )
+    shared = f"shared by all {hosts} hosts" if hosts > 1 else "one host"
+    return CheckResult("output_dir", "OK", f"{folder}: {shared}")
 
 
 def check_shard_groups(config: RunConfig, hosts: Sequence[str]) -> Iterator[CheckResult]:
@@ -192,10 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     findings = [CheckResult("ranks", "OK", f"{format_count(ranks.world_size, 'rank')} on {', '.join(hosts)}")]
     findings += [*check_versions(reports), *check_clocks()]
     if config:
-        findings += [
-            check_output_is_shared(config, ranks),
-            *check_shard_groups(config, [report.host for report in reports]),
-        ]
+        findings.append(check_output_is_shared(config, ranks))
+        findings += check_shard_groups(config, [report.host for report in reports])
     findings += check_all_reduce(device)
     if ranks.is_main:
         print(RESULT_PREFIX + json.dumps({"checks": [asdict(finding) for finding in findings]}), flush=True)

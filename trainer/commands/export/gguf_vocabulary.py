@@ -54,8 +54,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
             ranks.setdefault(merge.replace(" ", ""), -float(rank + 1))
         writer.add_token_scores([ranks.get(token, 0.0 if len(token) == 1 else -1000.0 * rows) for token in tokens])
     for name in ("bos", "eos", "unk", "pad"):
-        token_id = getattr(tokenizer, f"{name}_token_id")
-        if token_id is not None:
+        if (token_id := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(token_id)
     _add_special_tokens(writer, tokenizer)
 
@@ -67,8 +66,7 @@ def _add_special_tokens(writer: Any, tokenizer: Any) -> None:
     chats = _render_example_chats(tokenizer)
     writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
-    template = load_chat_template(tokenizer, None)
-    if template:
+    if template := load_chat_template(tokenizer, None):
         writer.add_chat_template(template)
     if chats:
         # llama.cpp stops at the end of a turn only if it recognizes the token, or if its ID is in the file.
@@ -101,11 +99,9 @@ def _render_example_chats(tokenizer: Any) -> list[str]:
     if not tokenizer.chat_template:
         return []
     turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]
+    options = {"tokenize": False, "add_generation_prompt": True}
     try:
-        return [
-            str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-            for chat in (turns[:1], turns)
-        ]
+        return [str(tokenizer.apply_chat_template(chat, **options)) for chat in (turns[:1], turns)]
     except TemplateError:
         return []
 
@@ -116,10 +112,8 @@ def _should_add_space(state: dict[str, Any], tokenizer: Any) -> bool:
     This is the tokenizer's own setting, unless only the opposite makes llama.cpp tokenize chats as in training.
     Raises UserError for unsupported normalizers or pre-tokenizers.
     """
-    normalizers, splitters = (
-        _list_steps(state["normalizer"], "normalizers"),
-        _list_steps(state["pre_tokenizer"], "pretokenizers"),
-    )
+    normalizers = _list_steps(state["normalizer"], "normalizers")
+    splitters = _list_steps(state["pre_tokenizer"], "pretokenizers")
     kinds = [step["type"] for step in (*normalizers, *splitters)]
     if unsupported := [kind for kind in kinds if kind not in ("Prepend", "Replace", "Metaspace", "Split")]:
         raise UserError(
@@ -151,10 +145,9 @@ def is_chat_tokenization_identical(tokenizer: Any, adds_space: bool) -> bool:
 
 def has_chat_tokenization_mismatch(tokenizer: Any) -> bool:
     """Return whether llama.cpp tokenizes chats differently from this tokenizer, whether or not it adds a space."""
-    is_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
-    return bool(is_sentencepiece) and not any(
-        is_chat_tokenization_identical(tokenizer, space) for space in (True, False)
-    )
+    if not json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback"):
+        return False  # not a sentencepiece tokenizer
+    return not any(is_chat_tokenization_identical(tokenizer, space) for space in (True, False))
 
 
 def _list_steps(step: dict[str, Any] | None, list_key: str) -> list[dict[str, Any]]:

@@ -40,8 +40,7 @@ class ChatParts:
 
     def to_go_template(self) -> str:
         branches: list[str] = []
-        for role in self.affixes:
-            before, after = self.affixes[role]
+        for role, (before, after) in self.affixes.items():
             test = f'{{{{ if eq .Role "{role}" }}}}' if not branches else f'{{{{ else if eq .Role "{role}" }}}}'
             branches.append(f"{test}{before}{{{{ .Content }}}}{after}")
         turns = f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}"

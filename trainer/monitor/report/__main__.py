@@ -18,15 +18,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"output file for several runs (default: {PAGE})")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     arguments = parser.parse_args(argv)
-    page = _write_page(arguments.runs, arguments.output)
+    runs, output = arguments.runs, arguments.output
+    if len(runs) == 1 and output is not None:
+        raise UserError(f"--output {output}: needs several runs (one run's report is RUN/report.html); remove --output")
+    page = write_report(runs[0]) if len(runs) == 1 else write_comparison_page(runs, output or Path(PAGE))
     print(page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         print("no browser found; open the page yourself", file=sys.stderr)
-
-
-def _write_page(runs: list[Path], output: Path | None) -> Path:
-    if len(runs) > 1:
-        return write_comparison_page(runs, output or Path(PAGE))
-    if output is not None:
-        raise UserError(f"--output {output}: needs several runs (one run's report is RUN/report.html); remove --output")
-    return write_report(runs[0])

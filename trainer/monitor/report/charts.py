@@ -63,11 +63,8 @@ class Chart:
 
 def build_charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
     """Return the charts in charts.yaml for which there is data; `deadband` is drawn as a band around SCU's target."""
-    unit, kept_steps, target = (
-        detect_batch_unit(records),
-        extract_series(records, "eval/kept_step").values,
-        extract_series(records, "scu/target"),
-    )
+    unit, target = detect_batch_unit(records), extract_series(records, "scu/target")
+    kept_steps = extract_series(records, "eval/kept_step").values
     labels = {"name": unit.name, "loss": unit.loss, "rate": unit.rate, "held_out": format_held_out_label(records)}
     labels["kept"] = f"kept: step {int(kept_steps[-1]):,}" if len(kept_steps) else ""
     charts = []
@@ -80,8 +77,7 @@ def build_charts(records: list[Record], *, deadband: float | None = None) -> lis
             if row.get("banded") and deadband and len(target):
                 band = (100 * (target.values[-1] - deadband), 100 * (target.values[-1] + deadband))
             unit_text = row.get("unit", "").format(**labels)
-            chart = Chart(row["title"], unit_text, curves, row.get("low"), row.get("high"), band, "wide" in row)
-            charts.append(chart)
+            charts.append(Chart(row["title"], unit_text, curves, row.get("low"), row.get("high"), band, "wide" in row))
     return charts + _build_score_charts(records)
 
 
@@ -113,8 +109,7 @@ def _build_mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...
     if window is None:
         return (Curve(line, "line", color, label),)
     mean = Series(line.steps, compute_running_mean(line.values, window))
-    raw = Curve(line, "pale", color, f"{label}, each record")
-    return raw, Curve(mean, "line", color, f"mean of {window}")
+    return Curve(line, "pale", color, f"{label}, each record"), Curve(mean, "line", color, f"mean of {window}")
 
 
 def render_chart(chart: Chart) -> str:
@@ -195,9 +190,7 @@ def _list_powers_of_ten(low: float, high: float) -> list[float]:
 
 def format_number(value: float) -> str:
     """Format a number for an axis: 1,500, 0.25, 2e-4."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
+    if value == 0 or abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) >= 0.01:
         return f"{value:.4g}"

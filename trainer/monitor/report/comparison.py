@@ -122,13 +122,12 @@ def _build_result_row(run: RunData) -> list[str]:
 
 def _list_differences(runs: Sequence[RunData]) -> list[list[str]]:
     settings = [flatten(run.settings) for run in runs]
-    names = list(dict.fromkeys(name for values_by_name in settings for name in values_by_name))
-    rows = []
-    for name in names:
-        values = [format_value(values_by_name[name]) if name in values_by_name else "" for values_by_name in settings]
-        if len(set(values)) > 1 and name not in IGNORED_DIFFERENCES:
-            rows.append([name, *values])
-    return rows
+    rows = [
+        [name, *(format_value(values_by_name[name]) if name in values_by_name else "" for values_by_name in settings)]
+        for name in dict.fromkeys(name for values_by_name in settings for name in values_by_name)
+        if name not in IGNORED_DIFFERENCES
+    ]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _collect_answers(runs: Sequence[RunData]) -> dict[str, dict[str, str]]:

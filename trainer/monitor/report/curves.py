@@ -83,13 +83,15 @@ class HeldOutLosses:
         if len(losses) < 2:
             return None
         lowest = int(np.argmin(losses.values))
-        kept_steps = extract_series(records, "eval/kept_step").values
-        loss = extract_series(records, "eval/kept_loss").values
-        step, after = (
-            (kept_steps[-1], loss[-1]) if len(kept_steps) and len(loss) else (losses.steps[-1], losses.values[-1])
-        )
+        kept = Series(*(extract_series(records, f"eval/kept_{name}").values for name in ("step", "loss")))
+        steps, values = losses.steps, losses.values
+        last = kept if len(kept.steps) and len(kept.values) else losses
         return cls(
-            float(losses.values[0]), float(after), int(step), float(losses.values[lowest]), int(losses.steps[lowest])
+            before=float(values[0]),
+            after=float(last.values[-1]),
+            kept_step=int(last.steps[-1]),
+            lowest=float(values[lowest]),
+            lowest_step=int(steps[lowest]),
         )
 
 
@@ -117,7 +119,6 @@ def choose_window(count: int) -> int | None:
 def format_held_out_label(records: list[Record]) -> str:
     held_out = HeldOutLosses.from_records(records)
     if held_out is None:
-        return ", ".join(
-            ["held out", *(f"{loss:.3f}" for loss in extract_series(records, "eval/loss").drop_nan().values)]
-        )
+        losses = extract_series(records, "eval/loss").drop_nan().values
+        return ", ".join(["held out", *(f"{loss:.3f}" for loss in losses)])
     return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"

@@ -117,8 +117,7 @@ def _build_front_matter(adapter: str, base: str, sources: list[str], pipeline_ta
     # The Hub rejects a card with a local base model.
     if is_on_hub(base):
         data["base_model"] = base
-    datasets = [get_public_name(source) for source in sources if is_on_hub(source)]
-    if datasets:
+    if datasets := [get_public_name(source) for source in sources if is_on_hub(source)]:
         data["datasets"] = datasets
     data["tags"] = ["lora", *(["qlora"] if adapter == "qlora" else []), "transformers", "zerolora"]
     return yaml.safe_dump(data, sort_keys=False)

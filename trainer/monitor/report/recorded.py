@@ -141,9 +141,7 @@ def shorten_cache_path(name: str) -> str:
 
 def format_value(value: Any) -> str:
     """Format a value as on the command line; null becomes `none`."""
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _prepare_for_display(value: Any) -> Any:

@@ -51,12 +51,9 @@ def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]
     limit = MAX_SHOWN // max(1, len(rows))
     embedded = []
     for prompt, files in rows:
-        chosen = (
-            [files[number * (len(files) - 1) // (limit - 1)] for number in range(limit)]
-            if len(files) > limit
-            else files
-        )
-        embedded.append((prompt, [(_parse_label(file), address) for file in chosen if (address := _encode(file))]))
+        if len(files) > limit:
+            files = [files[number * (len(files) - 1) // (limit - 1)] for number in range(limit)]
+        embedded.append((prompt, [(_parse_label(file), address) for file in files if (address := _encode(file))]))
     return [(prompt, row) for prompt, row in embedded if row]
 
 

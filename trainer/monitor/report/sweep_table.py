@@ -29,7 +29,6 @@ class RunResult:
 
     folder: Path
     held_out: Series
-    training: Series
     loss: float | None
     step: int
     state: str
@@ -58,7 +57,7 @@ def _read_result(folder: Path, exit_code: int | None) -> RunResult:
     # Runs in array jobs have no recorded exit code.
     is_done = exit_code == 0 or any(folder.glob("adapter_model.safetensors")) or any(folder.glob("model*.safetensors"))
     state = f"exit code {exit_code}" if exit_code else "done" if is_done else "not finished"
-    return RunResult(folder, held_out, training, loss, step, state)
+    return RunResult(folder, held_out, loss, step, state)
 
 
 def print_table(console: Console, runs: list[RunResult]) -> None:

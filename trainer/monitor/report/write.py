@@ -59,13 +59,12 @@ def write_report(run_dir: Path) -> Path:
     # The deadband of other laws is a ratio, and too narrow to be visible.
     is_drawn = scu.get("controller") == "pi" and scu.get("law", "published") == "published"
     charts = build_charts(records, deadband=scu.get("deadband") if is_drawn else None)
-    tables = build_summary_tables(records, config, run)
     restarts = [
         (f"step {restart.step}", f"{restart.reason}; resumed from {restart.checkpoint or 'the start'}")
         for restart in read_restarts(run_dir)
     ]
-    tables.append(("Restarts", restarts))
-    tables.append(("Next", suggest_commands(str(run_dir), config) if config else []))
+    next_commands = suggest_commands(str(run_dir), config) if config else []
+    tables = [*build_summary_tables(records, config, run), ("Restarts", restarts), ("Next", next_commands)]
     changed, settings = list_changed_settings(config)
     page = render_template(
         TEMPLATE,
@@ -109,15 +108,10 @@ def format_end_summary(
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
-    lines.append(_format_row("model" if settings["adapter"] == "none" else "adapter", str(run_dir)))
-    if report is not None:
-        lines.append(_format_row("report", str(report)))
-    commands = suggest_commands(str(run_dir), settings)
-    return lines + [_format_row(name, command) for name, command in commands]
-
-
-def _format_row(name: str, value: str) -> str:
-    return f"{name:<12} {escape(value)}"
+    rows = [("model" if settings["adapter"] == "none" else "adapter", str(run_dir))]
+    rows += [("report", str(report))] if report is not None else []
+    rows += suggest_commands(str(run_dir), settings)
+    return lines + [f"{name:<12} {escape(value)}" for name, value in rows]
 
 
 def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
@@ -128,10 +122,9 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
 
 
 def _read_shown_answers(run_dir: Path) -> dict[str, dict[str, str]]:
-    answers = read_answers(run_dir / ANSWERS).items()
     return {
         prompt: {when: texts[when] for when in ANSWER_LABELS}
-        for prompt, texts in answers
+        for prompt, texts in read_answers(run_dir / ANSWERS).items()
         if set(ANSWER_LABELS) <= set(texts)
     }
 
@@ -147,8 +140,7 @@ def _combine_short_phases(times: Mapping[str, float]) -> list[tuple[str, float, 
 
 def extract_metric_values(records: list[Record], name: str) -> list[float]:
     """Return the finite values of a metric in step order, using the last record of each step."""
-    by_step = {record["step"] or 0: record[name] for record in records if name in record}
-    return [value for _, value in sorted(by_step.items()) if value is not None]
+    return list(map(float, extract_series(records, name).drop_nan().values))
 
 
 def sum_training_seconds(records: list[Record]) -> float:
@@ -175,9 +167,8 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     count = min(MAX_AVERAGED_RECORDS, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     note_means = f", means of {count} records" if count > 1 else ""
-    kept_note = (
-        f", kept: step {held_out.kept_step:,}" if held_out and len(extract_series(records, "eval/kept_step")) else ""
-    )
+    is_kept_known = len(extract_series(records, "eval/kept_step")) > 0
+    kept_note = f", kept: step {held_out.kept_step:,}" if held_out and is_kept_known else ""
     for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
             tiles.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _format_change(values[0], values[-1]) + note))
@@ -186,8 +177,7 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
         ranks, digits = run.get("world_size", 1), unit.digits
         note_rate = f"{rate:,.{digits}f} per rank, {ranks} ranks" if ranks > 1 else "median"
         tiles.append((f"{unit.name}/s", f"{rate * ranks:,.{digits}f}", note_rate))
-    memory = extract_metric_values(records, "memory/peak_gib")
-    if memory:
+    if memory := extract_metric_values(records, "memory/peak_gib"):
         tiles.append(("peak memory", f"{max(memory):.2f} GiB", "on rank 0"))
     steps = max(record["step"] or 0 for record in records)
     duration = timedelta(seconds=round(sum_training_seconds(records)))
@@ -226,12 +216,9 @@ def build_summary_tables(
 
 
 def _format_subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    words = []
-    if config:
-        words.append(f"{shorten_cache_path(config['base_model'])} on {_format_data_names(config['dataset'])}")
-    if run:
-        words.append(f"started {run['started'][:16].replace('T', ' ')}")
-    return " · ".join(words)
+    model = f"{shorten_cache_path(config['base_model'])} on {_format_data_names(config['dataset'])}" if config else ""
+    started = f"started {run['started'][:16].replace('T', ' ')}" if run else ""
+    return " · ".join(filter(None, (model, started)))
 
 
 def _format_data_names(data: Mapping[str, Any]) -> str:
