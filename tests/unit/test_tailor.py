@@ -140,7 +140,7 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
     assert (
         config.lora.experts and config.lora.expert_rank == "r/top_k" and config.lora.target_modules == ("all-linear",)
     )
-    assert "# each token uses 8 experts, with a total rank of r\n  expert_rank: r/top_k\n" in text
+    assert "# each token uses 8 experts, with a combined rank of r\n  expert_rank: r/top_k\n" in text
     hold = int(text.partition("# ")[2].partition(" adapter parameters")[0].split("# ")[-1].replace(",", ""))
     from trainer.commands.run_description import describe_run
     from trainer.setup.preflight import prepare
