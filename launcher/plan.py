@@ -103,7 +103,7 @@ def plan_on_hosts(request: LaunchRequest, logs: Path, slots: Slots, address: str
         build_hostfile_command,
         hostfile=request.hostfile,
         slots=slots,
-        address=address or _resolve_address(next(iter(slots))),
+        address=address or _find_reachable_name(next(iter(slots))),
         port=request.master_port or choose_random_port(),
         environment_file=logs / ENVIRONMENT_FILE,
     )
@@ -119,14 +119,19 @@ def select_slots(request: LaunchRequest) -> Slots:
     return filter_slots(slots, **request.get_filters())
 
 
-def _resolve_address(host: str) -> str | None:
-    """Return the host's name if other hosts can resolve it. For None, DeepSpeed uses `hostname -I` on that host."""
+def _find_reachable_name(host: str) -> str | None:
+    """Return the host's name; None if it does not resolve, or is a loopback address on this machine.
+
+    Given None, DeepSpeed uses the first address from `hostname -I` on that host.
+    """
     name = host.rpartition("@")[2]
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except socket.gaierror:
         return None  # a name from ~/.ssh/config
     if any(address.startswith("127.") or address == "::1" for address in addresses):
-        log(f"note: {name} is a loopback address here; other hosts will use the first address in `hostname -I`")
+        log(
+            f"note: {name} resolves to a loopback address here; other hosts will use the first address in `hostname -I`"
+        )
         return None
     return name

@@ -39,7 +39,7 @@ NAME_PREFIXES = {
 FALLBACK_PRESET = "tinyllama"  # for models without their own preset
 DEFAULT_PRESET = "smollm2"  # without --model; trains on a laptop
 MODEL_FILES = ("config.json", "model_index.json")
-SETTING = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
+SETTING_PATTERN = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 WIDTH = 110
 
 
@@ -49,7 +49,9 @@ def init(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Folder or Hub ID of the model; default: the preset's.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder or Hub ID of the training data.")] = None,
-    output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; default: NAME.yaml in the current directory.")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs to configure for; default: all visible.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
@@ -159,7 +161,7 @@ def _add_comments(lines: list[str], values: Mapping[str, str]) -> list[str]:
     descriptions = _collect_descriptions(RunConfig)
     section = ""
     for line in lines:
-        setting = SETTING.fullmatch(line)
+        setting = SETTING_PATTERN.fullmatch(line)
         if setting:
             section = section if setting["indent"] else ""
             name = f"{section}{setting['name']}"

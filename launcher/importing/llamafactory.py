@@ -188,7 +188,7 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if formatting in ("alpaca", "sharegpt", "openai"):
         format_ = "messages" if formatting == "openai" else "sharegpt"
         read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, format_)
-        return source | (mark_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
+        return source | (convert_to_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
     t.reject(key, f"{name}: formatting {formatting} is not supported; use alpaca, sharegpt or openai")
     return {}
 
@@ -229,7 +229,9 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
     return {"format": "alpaca", **({"fields": fields} if fields else {})}
 
 
-def mark_unpaired(t: Translation, source: dict[str, Any], label_column: str, name: str, key: str) -> dict[str, Any]:
+def convert_to_unpaired(
+    t: Translation, source: dict[str, Any], label_column: str, name: str, key: str
+) -> dict[str, Any]:
     names = {"from": "role", "value": "content"}
     fields = {names.get(field, field): column for field, column in source.get("fields", {}).items()}
     if "history" in fields:

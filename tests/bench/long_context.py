@@ -20,7 +20,7 @@ from trainer.model.base import load_base_model
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.fused_lora import fuse_layers
 from trainer.patches.norm_mlp_rope import replace_elementwise
-from trainer.patches.packed_attention import set_varlen
+from trainer.patches.packed_attention import enable_varlen
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.tiled_mlp import tile_feed_forward
 
@@ -39,7 +39,7 @@ def build(shape: str, layers: int, device: torch.device, training: dict[str, Any
     name = f"random:{shape},num_hidden_layers={layers}"
     four_bits = QuantizationSection()
     model = load_base_model(name, ModelSection(), dtype=dtype, device=device, attention="sdpa", quantization=four_bits)
-    set_varlen(model)
+    enable_varlen(model)
     if device.type == "cuda":
         replace_elementwise(model)
     torch.manual_seed(0)

@@ -26,9 +26,9 @@ from trainer.patches.packed_attention import (
     check_attention_supported,
     choose_attention,
     copy_heads_without_flash,
+    enable_varlen,
     mask_padding,
     register_repeated_heads_attention,
-    set_varlen,
     varlen_attention,
 )
 from trainer.setup.joining import disable_cudnn_attention
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         config = MistralConfig(**sizes, sliding_window=window, pad_token_id=0, eos_token_id=None, bos_token_id=None)
         MistralForCausalLM(config).save_pretrained(folder / str(window))
-    set_varlen(load(folder, None, "sdpa"))  # registers our attention
+    enable_varlen(load(folder, None, "sdpa"))  # registers our attention
     return folder
 
 

@@ -14,7 +14,7 @@ from trainer.data.batches import MicroBatch
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Lengths, Planner, apply_changes
+from trainer.memory.planner import DataSize, Planner, apply_changes
 from trainer.patches.loss_head import TokenLoss
 
 TRAINER = Path(__file__).parents[2] / "trainer"
@@ -32,7 +32,7 @@ def config_of(**changes: Any) -> RunConfig:
 
 def planner(model_type: str, machine: Machine = GPU, **settings: Any) -> Planner:
     known = AutoConfig.for_model(model_type, **(SIZES | settings))
-    return Planner(read_shapes(known, ModelSection(), LoraSection()), Lengths(2048, 2048), machine)
+    return Planner(read_shapes(known, ModelSection(), LoraSection()), DataSize(2048, 2048), machine)
 
 
 def decided(model_type: str, machine: Machine = GPU, **changes: Any) -> Decisions:

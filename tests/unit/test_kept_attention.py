@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from tests.unit.test_decisions import planner
 from trainer.config import LoraSection, RunConfig, TrainingSection, UserError
 from trainer.config.checks import check_combinations
-from trainer.memory.planner import Lengths, apply_changes
+from trainer.memory.planner import DataSize, apply_changes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.recompute import ATTENTION_OPERATORS, build_attention_contexts, enable_recomputation
 from trainer.patches.tiled_mlp import tile_feed_forward
@@ -96,7 +96,7 @@ def test_dropped_probabilities_and_other_kinds_of_recomputation_are_refused() ->
 
 def test_kept_attention_is_estimated_where_it_is_kept() -> None:
     """Llama with 2 layers of 256: 512 bytes and 4 x 4 of logarithms per token and layer."""
-    llama = replace(planner("llama", vocab_size=512), lengths=Lengths(32_768, 32_768))
+    llama = replace(planner("llama", vocab_size=512), lengths=DataSize(32_768, 32_768))
     data = {"path": "unset.jsonl", "max_length": 32_768, "packing": True}
     training = {"gradient_checkpointing": "non_reentrant", "offload_activations": True}
     settings = {"base_model": "unset", "output_dir": "unset", "dataset": data, "training": training}

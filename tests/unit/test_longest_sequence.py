@@ -14,7 +14,7 @@ from trainer.commands.longest_sequence import find_longest_sequences
 from trainer.config import RunConfig
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
-from trainer.memory.planner import Lengths, Planner, apply_changes
+from trainer.memory.planner import DataSize, Planner, apply_changes
 
 SETTINGS: dict[str, Any] = {
     "base_model": "random:tiny",
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def needed(llama: Planner, config: RunConfig, length: int) -> int:
-    lengths = replace(llama, lengths=Lengths(length, length))
+    lengths = replace(llama, lengths=DataSize(length, length))
     changed = apply_changes(config, {"dataset.max_length": length, "training.recompute_attention": True})
     return lengths.estimate(changed).needed
 
@@ -60,7 +60,7 @@ def test_activations_without_room_on_the_host_stay_on_the_device() -> None:
     bounded, unbounded = find(room), find(None)
     assert room / 4096 < bounded < unbounded
     of_length = replace(
-        llama, lengths=Lengths(bounded, bounded), machine=replace(llama.machine, host_memory=room)
+        llama, lengths=DataSize(bounded, bounded), machine=replace(llama.machine, host_memory=room)
     )  # fmt: skip
     config = apply_changes(config, {"dataset.max_length": bounded})
     work = of_length.build_micro_step(config, of_length.build_decisions(config))

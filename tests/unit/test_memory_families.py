@@ -14,7 +14,7 @@ from trainer.data.batches import MicroBatch
 from trainer.memory.activations import FP32_BYTES, Activations, MicroStep
 from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Lengths, Planner
+from trainer.memory.planner import DataSize, Planner
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.model_kind import has_soft_cap
@@ -55,7 +55,7 @@ def shapes_of(name: str) -> ModelShapes:
 
 def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, MicroStep, Activations]:
     planner = Planner(
-        shapes_of(name), Lengths.assume(config), Machine(1, False, precision, own_kernels=False, flash=False)
+        shapes_of(name), DataSize.assume(config), Machine(1, False, precision, own_kernels=False, flash=False)
     )
     decided = planner.build_decisions(config)
     work = planner.build_micro_step(config, decided)

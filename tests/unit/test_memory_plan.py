@@ -29,7 +29,7 @@ from trainer.memory.planner import (
     RECOMPUTED_LAYERS_KEY,
     SPARE_FRACTION,
     Changes,
-    Lengths,
+    DataSize,
     Planner,
     apply_changes,
     format_gib,
@@ -63,7 +63,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def planner(shapes: ModelShapes, config: RunConfig) -> Planner:
-    return Planner(shapes, Lengths.assume(config), BF16_GPU)
+    return Planner(shapes, DataSize.assume(config), BF16_GPU)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:
 def test_models_without_sdpa_keep_probabilities(config: RunConfig, packing: bool) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "head_dim": 16}
     shapes = read_shapes(AutoConfig.for_model("gemma2", **sizes), ModelSection(), LoraSection())
-    planner = Planner(shapes, Lengths.assume(config), BF16_GPU)
+    planner = Planner(shapes, DataSize.assume(config), BF16_GPU)
     changed = {kind: {"model.attn_implementation": kind, "dataset.packing": packing} for kind in ("auto", "eager")}
     auto, eager = (planner.estimate(apply_changes(config, changes)).peak for changes in changed.values())
     assert auto == eager
@@ -149,7 +149,7 @@ def test_ranks_that_share_a_sequence_keep_a_fraction_of_it(planner: Planner, con
 
 
 def test_no_more_rows_than_there_are(shapes: ModelShapes, config: RunConfig) -> None:
-    few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
+    few = Planner(shapes, DataSize(16, 16, samples=24), BF16_GPU)
     assert few.find_largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
     assert few.find_largest_useful_batch(config) == 3
     together = apply_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
@@ -407,7 +407,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepa
 
 def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, PreparedRun]) -> None:
     config, found = prepared
-    lengths = Lengths.from_samples(config, found.data.train)
+    lengths = DataSize.from_samples(config, found.data.train)
     samples = [found.data.train[index] for index in range(20)]
     assert lengths.longest == max(len(sample.input_ids) for sample in samples) < config.dataset.max_length
     assert lengths.targets == max(sum(sample.loss_weights[1:]) for sample in samples) > 0

@@ -42,7 +42,7 @@ from trainer.data.sources import resolve_local_path
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Layer, LayerSettings, observe_layers
-from trainer.memory.planner import SHORT, Lengths, Planner
+from trainer.memory.planner import SHORT, DataSize, Planner
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
 from trainer.monitor.metrics import read_metrics
@@ -244,7 +244,7 @@ def test_a_loop_over_tokens_is_observed_for_a_few(tmp_path: Path, monkeypatch: p
     model = load_model_config(folder, ModelSection())
     planner = Planner(
         read_shapes(model, ModelSection(), LoraSection()),
-        Lengths(40, 40),
+        DataSize(40, 40),
         Machine(1, False, "fp32", own_kernels=False, flash=False),
     )
     assert len(set(planner.shapes.layers)) == 2, "the first layer has one norm more"

@@ -26,7 +26,7 @@ def plan_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rest
         lambda hosts, folder: {one: "down" for one in hosts if one not in answering},
     )
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
-    monkeypatch.setattr("launcher.plan._resolve_address", lambda host: host)
+    monkeypatch.setattr("launcher.plan._find_reachable_name", lambda host: host)
     request = LaunchRequest(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
     return RestartPlanner(request, tmp_path, plan_launch(request, tmp_path)[0]), answering
 

@@ -99,7 +99,7 @@ def test_the_tokenizer_takes_any_text_and_chats() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("random:llama9", "unknown shape; use one of tiny, smollm2-135m"),
+        ("random:llama9", "unknown shape; use random:SHAPE with one of tiny, smollm2-135m"),
         ("random:", "unknown shape"),
         ("random:tiny,layers", "'layers' must be key=value"),
         ("random:tiny,layers=3", "layers is not a setting of llama configurations"),

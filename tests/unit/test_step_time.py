@@ -13,7 +13,7 @@ from trainer.commands.estimate import main
 from trainer.config import RunConfig, load_config
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Lengths, Planner
+from trainer.memory.planner import DataSize, Planner
 from trainer.memory.step_time import StepTime, count_attention_flops, count_flops, find_peak_flops, predict_step
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
@@ -44,7 +44,7 @@ def shapes_of(shape: str) -> ModelShapes:
 
 @cache
 def planner(shape: str, gpus: int, per_host: int | None = None) -> Planner:
-    return Planner(shapes_of(shape), Lengths(2048, 2048), Machine.assume_gpus(gpus, "bf16", per_host))
+    return Planner(shapes_of(shape), DataSize(2048, 2048), Machine.assume_gpus(gpus, "bf16", per_host))
 
 
 def predicted(shape: str, case: str, gpus: int, stage: int, card: str) -> StepTime:
@@ -78,7 +78,7 @@ def test_other_measurements_are_predicted_within_5_percent(record: dict[str, Any
         "parallel.sequence": record["sequence"],
     }  # fmt: skip
     config = configuration(record["shape"], record["case"], record["stage"], **settings)
-    of_length = replace(planner(record["shape"], record["gpus"]), lengths=Lengths(record["length"], record["length"]))
+    of_length = replace(planner(record["shape"], record["gpus"]), lengths=DataSize(record["length"], record["length"]))
     step, note = predict_step(of_length, config, record["card"], float("inf"))
     assert not note
     assert step.tokens / step.total == pytest.approx(record["tokens_per_s_per_gpu"], rel=0.05)

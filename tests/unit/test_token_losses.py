@@ -124,7 +124,7 @@ def test_the_held_out_loss_is_plain(model: Any) -> None:
     batch = LAYOUTS["padded"]
     with torch.no_grad():
         found = float(TokenLoss(model, kind=LossKind("dft"))(model, batch, CPU))
-        expected = float(TokenLoss(model).compute_by_row(model, batch, CPU).sum())
+        expected = float(TokenLoss(model).compute_row_losses(model, batch, CPU).sum())
     assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.engine import adapted_engine, backward, one_rank
 from trainer.config import UserError
 from trainer.parallel.engine.optimizer_state import EngineState, assemble_state
-from trainer.patches.deepspeed_workarounds import NORM_METHOD, UpdateGuard, require_fused_update
+from trainer.patches.deepspeed_workarounds import NORM_METHOD, UpdateGuard, check_amp_scaling_support
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -138,11 +138,11 @@ def _assert_same(engine: Any, reference: Any, copies: list[Any], trained: list[A
 
 def test_an_optimizer_that_reads_no_norm_is_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(2, device=DEVICE))
-    require_fused_update(torch.optim.AdamW([weight], fused=True))
+    check_amp_scaling_support(torch.optim.AdamW([weight], fused=True))
     with pytest.raises(
         UserError, match=r"^torch 2\.\S+: SGD\(fused=True\) does not read `grad_scale` and `found_inf`, but"
     ):
-        require_fused_update(torch.optim.SGD([weight], lr=0.1))
+        check_amp_scaling_support(torch.optim.SGD([weight], lr=0.1))
 
 
 def test_a_norm_that_is_measured_elsewhere_ends_the_run_before_a_weight_changes() -> None:

@@ -56,9 +56,7 @@ def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_tab
 ) -> None:
     longer = [str(config), "dataset.max_length=512"]
     assert validate.main(longer) == 0
-    said = (
-        "warning: dataset.max_length=512: the model's context is 256 tokens; adapters may learn little from longer"
-    )
+    said = "warning: dataset.max_length=512: the model's context is 256 tokens; adapters may learn little from longer"
     assert said in capsys.readouterr().out
     assert validate.main([*longer, "model.rope_scaling={type: yarn, factor: 4}"]) == 0
     assert "the model's context is" not in capsys.readouterr().out

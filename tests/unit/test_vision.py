@@ -44,7 +44,7 @@ from trainer.memory.preflight import plan_memory
 from trainer.model.base import load_base_model
 from trainer.model.image_reader import SUPPORTED_MODEL_TYPES, cache_features
 from trainer.parallel.ranks.group import Ranks
-from trainer.patches.packed_attention import TOWER, VARLEN, set_varlen, use_flash_in_towers
+from trainer.patches.packed_attention import TOWER, VARLEN, enable_varlen, use_flash_in_towers
 from trainer.patches.packing_probe import separate_documents
 from trainer.setup.build import Builder
 from trainer.setup.preflight import prepare
@@ -176,7 +176,7 @@ def test_flat_packs_with_cached_features_have_the_losses_of_masked_ones(family: 
         task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
         model, _ = Builder(config, decided, task, ranks, CPU, "fp32").build_model()
         if attention == VARLEN:
-            set_varlen(model.get_base_model())
+            enable_varlen(model.get_base_model())
         loss = task.build_loss(model, fused_head=decided.fused_head.value)
         task.flat_packs = separate_documents(loss, model, prepared.tokenizer.pad_token_id, CPU)
         assert task._images is not None and isinstance(prepared.data.train, Samples)

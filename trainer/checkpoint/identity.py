@@ -52,7 +52,7 @@ class Difference:
     change: str
     """Short form, such as `setting old -> new`."""
     group: str | None
-    """Value of training.resume_changes that allows the difference; None if it is always allowed."""
+    """Value of training.resume_changes that allows the difference; None: always, unless `fixed` is set."""
     fixed: bool = False
     """Whether the difference always prevents resuming."""
 

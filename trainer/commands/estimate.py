@@ -219,4 +219,4 @@ def build_planner(config: RunConfig, world_size: int, ranks_per_host: int | None
     """Build a memory planner for GPUs that need not exist, and return it with notes on its assumptions."""
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assume_gpus(world_size, precision, ranks_per_host)
-    return find_model_kind(config).build_draft_planner(config, machine)
+    return find_model_kind(config).build_unprepared_planner(config, machine)

@@ -224,7 +224,7 @@ def _measure_documents(
 @torch.no_grad()
 def compute_row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the summed token losses of each row of a micro-batch (nats, fp64, [B])."""
-    return TokenLoss(model).compute_by_row(model, batch, model.device)
+    return TokenLoss(model).compute_row_losses(model, batch, model.device)
 
 
 def print_results(results: dict[str, Any], heading: str, console: Console) -> None:

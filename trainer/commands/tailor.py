@@ -34,7 +34,7 @@ from trainer.data.step_count import FEW_STEPS, MIN_AUTO_STEPS, count_steps, reso
 from trainer.memory.bytes import GIB
 from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import Lengths, Planner
+from trainer.memory.planner import DataSize, Planner
 from trainer.model.adapter import (
     BITS_PER_PARAMETER,
     BITS_PER_TOKEN,
@@ -205,7 +205,7 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
     vocabulary = len(prepared.tokenizer)
     shapes = read_shapes(prepared.model_config, config.model, config.lora, min_vocabulary_size=vocabulary)
     longest = config.dataset.max_length
-    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assume_gpus(request.gpus, "bf16"))
+    planner = Planner(shapes, DataSize(longest, longest, samples), Machine.assume_gpus(request.gpus, "bf16"))
     tried: list[str] = []
     for adapter, stage, recompute, offload in _list_placements(request.gpus):
         why_not = f"; too large: {'; '.join(tried)}" if tried else ""

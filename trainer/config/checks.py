@@ -12,7 +12,7 @@ from trainer.config.adapter_settings import read_initial_adapter_settings
 from trainer.config.aliases import ALIASES, read_table
 from trainer.config.errors import MISSING_DATA, Mistake, UserError, join_choices, to_text
 from trainer.config.evaluation_section import ANSWER_METRICS, LOSS_METRICS
-from trainer.config.needs import build_unused_mistake, find_unused_settings
+from trainer.config.needs import build_unused_settings_mistake, find_unused_settings
 from trainer.config.sections import TRACKERS, RunConfig
 from trainer.config.task_sections import WITHOUT_REFERENCE
 from trainer.config.training_sections import OPTIMIZERS
@@ -58,7 +58,7 @@ def find_invalid_combinations(config: RunConfig) -> Iterator[Mistake]:
             yield replace(mistake, setting=f"adapters.{index}.{mistake.setting}") if is_in_entry else mistake
         for unused in find_unused_settings(run):
             if unused.name in names:
-                mistake = build_unused_mistake([unused], unused.unmet.describe_reason(run))
+                mistake = build_unused_settings_mistake([unused], unused.unmet.describe_reason(run))
                 yield replace(mistake, setting=f"adapters.{index}.{unused.name}")
     if config.adapters:
         yield from _find_unequal_layouts(config)

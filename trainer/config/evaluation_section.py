@@ -43,7 +43,7 @@ class EvaluationSection(Section):
     (prompt, answer, expected), which returns a number (higher is better). A prompt ends before the record's last
     trained turn."""
     samples: Annotated[PositiveInt, _METRICS] = 64
-    """Maximum number of held-out records to answer: the first ones with a prompt."""
+    """Maximum number of held-out records to answer; the first ones with a prompt are used."""
     max_new_tokens: Annotated[Count, _METRICS] = 256
     """Maximum length of an answer in tokens."""
     regex: Annotated[Annotated[str, AfterValidator(check_regex)] | None, Needs(".metrics", ("regex",))] = None

@@ -12,7 +12,7 @@ from trainer.config.aliases import ALIASES, REPLACEMENT_ADVICE
 from trainer.config.checks import find_invalid_combinations
 from trainer.config.errors import Mistake, to_text
 from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
-from trainer.config.needs import UnusedSetting, build_unused_mistake, find_unused_settings, read_switch_value
+from trainer.config.needs import UnusedSetting, build_unused_settings_mistake, find_unused_settings, read_switch_value
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTION_SETTINGS
 from trainer.config.zero import gathers_per_layer
@@ -103,7 +103,7 @@ class Mistakes:
             is_intended = is_complete or unused.unmet.replaces or self._is_switch_turned_off(unused, config)
             reason = unused.unmet.describe_reason(config)
             (intended if is_intended else mistaken).setdefault(reason, []).append(unused)
-        return [build_unused_mistake(settings, reason) for reason, settings in mistaken.items()], intended
+        return [build_unused_settings_mistake(settings, reason) for reason, settings in mistaken.items()], intended
 
     def _is_configured(self, dotted: str) -> bool:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)

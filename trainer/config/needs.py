@@ -86,7 +86,7 @@ def find_other_task_settings(config: Any, task: str) -> Iterator[UnusedSetting]:
             yield setting
 
 
-def build_unused_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
+def build_unused_settings_mistake(settings: Sequence[UnusedSetting], reason: str) -> Mistake:
     """Return one mistake for all settings that the same switch disables."""
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     also = f" (like {', '.join(others)})" if others else ""

@@ -77,7 +77,7 @@ class ProcessIdentity:
 
 
 def export_launcher_identity() -> None:
-    """Make all processes started from now on exit when this process exits."""
+    """Identify this process to its children, so that their `LauncherWatch` ends them when it exits."""
     os.environ[LAUNCHER_VARIABLE] = str(ProcessIdentity.read(os.getpid()))
 
 

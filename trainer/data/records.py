@@ -167,7 +167,7 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, sy
 
 
 def _read_system_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str | None:
-    """Return a record's system prompt from the field in `fields.system` (or `system`), else from `system_prompt`."""
+    """Return a record's system prompt: the field `fields.system` (default: `system`), else `system_prompt`."""
     for name in (fmt.names.get("system", "system"), "system_prompt"):
         if record.get(name):
             return _read_text(record, name, origin)

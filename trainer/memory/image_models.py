@@ -18,7 +18,7 @@ from trainer.memory.bytes import Estimate, estimate
 from trainer.memory.decisions import Machine, decide_for_images
 from trainer.memory.model_widths import read_weights
 from trainer.memory.observed import Meter, substitute_attention
-from trainer.memory.planner import Changes, Lengths, Planner
+from trainer.memory.planner import Changes, DataSize, Planner
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_properties import ModelProperties
@@ -48,7 +48,7 @@ class ImagePlanner(Planner):
             samples = prepared.data.train
             count, caption = len(samples), samples.store.load_conditions(samples[0].caption)
             text = {name: tuple(value.shape) for name, value in caption.items()}
-        return cls(read_image_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)
+        return cls(read_image_shapes(pipeline, config.lora), DataSize(1, 1, count), machine, pipeline, text)
 
     @staticmethod
     def halve_samples(config: RunConfig) -> Changes:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.memory.observed import reduce_to_kinds
+from trainer.memory.observed import empty_duplicate_layers
 from trainer.memory.stored_weights import ModelShapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import build_empty_model
@@ -51,7 +51,7 @@ def read_shapes(
         hidden=hidden,
         vocabulary=rows + new_rows,
         weights=weights,
-        layers=reduce_to_kinds(blocks),
+        layers=empty_duplicate_layers(blocks),
         properties=replace(properties, head=unfused_head, caps=unfused_head == CAPPED),
         model=model,
         stored="" if stored is None else stored.scale_granularity,

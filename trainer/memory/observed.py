@@ -290,7 +290,7 @@ def _measure_layer(meter: Meter, forward: Callable[..., Any], args: Any, kwargs:
     return result, Layer(kept, meter.peak - before - output_bytes + meter.operator_bytes, output_bytes, attention)
 
 
-def reduce_to_kinds(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
+def empty_duplicate_layers(blocks: Sequence[nn.Module]) -> tuple[int, ...]:
     """Delete the contents of every layer that equals an earlier one; return the index of each layer's kind."""
     numbers: dict[Any, int] = {}
     kinds = []

@@ -42,7 +42,7 @@ Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Lengths:
+class DataSize:
     """Largest number of tokens and of targets in a sample, and the number of samples."""
 
     longest: int
@@ -54,12 +54,12 @@ class Lengths:
     """Mean number of image tokens per sample with images, or per pack."""
 
     @classmethod
-    def assume(cls, config: RunConfig) -> "Lengths":
+    def assume(cls, config: RunConfig) -> "DataSize":
         """Return lengths for use without data, assuming that every sequence has the maximum length."""
         return cls(config.dataset.max_length, targets=config.dataset.max_length)
 
     @classmethod
-    def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
+    def from_samples(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "DataSize":
         """Return the lengths of prepared samples and scu.reference texts; assume the maximum length for a stream."""
         if not hasattr(samples, "count_tokens"):
             return cls.assume(config)
@@ -90,7 +90,7 @@ class PlanChoice:
 @dataclass(frozen=True)
 class Planner:
     shapes: ModelShapes
-    lengths: Lengths
+    lengths: DataSize
     machine: Machine
     has_sequences: ClassVar[bool] = True
     """Whether samples are sequences of tokens."""
@@ -102,7 +102,7 @@ class Planner:
         lora, data = None if config.adapter == "none" else config.lora, prepared.data
         vocabulary = len(prepared.tokenizer or ())
         shapes = read_shapes(prepared.model_config, config.model, lora, min_vocabulary_size=vocabulary)
-        lengths = Lengths.from_samples(config, data and data.train, prepared.reference)
+        lengths = DataSize.from_samples(config, data and data.train, prepared.reference)
         if data and data.stats.with_images:
             stats = data.stats
             mean, fraction = stats.image_tokens / stats.with_images, stats.image_tokens / stats.tokens

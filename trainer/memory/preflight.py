@@ -26,7 +26,7 @@ from trainer.patches.recompute import compute_host_memory_budget
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The configuration without `auto`, its estimate and decisions, and lines for the console."""
+    """The configuration with every `auto` resolved, its estimate and decisions, and notes to print."""
 
     config: RunConfig
     estimate: Estimate | None

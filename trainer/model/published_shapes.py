@@ -28,7 +28,9 @@ def parse_shape_settings(base_model: str) -> dict[str, Any]:
     """Return the configuration settings for `random:SHAPE[,key=value...]`. Raises UserError for an unknown shape."""
     name, changes = parse_name(base_model)
     if name not in load_shapes():
-        raise UserError(f"base_model={base_model}: unknown shape; use one of {', '.join(load_shapes())}")
+        raise UserError(
+            f"base_model={base_model}: unknown shape; use random:SHAPE with one of {', '.join(load_shapes())}"
+        )
     return load_shapes()[name] | changes
 
 

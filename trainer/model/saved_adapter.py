@@ -45,7 +45,7 @@ def load_adapter(
 ) -> Any:
     """Load an adapter from a folder or the Hub into the model, with our forward pass for adapted experts.
 
-    `dropout` is the dropout in training, which PEFT's settings cannot contain if parameters are adapted. `in_fp32`
+    `dropout` is the dropout in training; PEFT's config cannot store it together with `target_parameters`. `in_fp32`
     converts a 16-bit adapter to fp32.
 
     Raises:
@@ -241,8 +241,8 @@ def check_reloadable(adapted: Any, adapter: str = "default") -> None:
                 matched.add(f"{plain}.weight")
     if matched != layers:
         raise UserError(
-            f"lora.target_modules: PEFT would not find the same {len(layers)} layers when it loads the adapter "
-            f"(first: {min(matched ^ layers)}); exclude them with lora.exclude_modules"
+            f"lora.target_modules: PEFT would match other layers when it loads the adapter "
+            f"(first difference: {min(matched ^ layers)}); exclude them with lora.exclude_modules"
         )
     map_saved_names(adapted, get_peft_model_state_dict(adapted, adapter_name=adapter, save_embedding_layers=False))
 

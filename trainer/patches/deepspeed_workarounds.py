@@ -124,7 +124,7 @@ class UpdateGuard:
     def __init__(self, engine: Engine, max_grad_norm: float) -> None:
         """Install the guard. Raises UserError if torch or DeepSpeed lacks a required feature."""
         self._zero, self._max_grad_norm = engine.optimizer, max_grad_norm
-        require_fused_update(engine.basic_optimizer)
+        check_amp_scaling_support(engine.basic_optimizer)
         for name in (NORM_METHOD, "_global_grad_norm"):
             require(self._zero, name, "deepspeed")
         self._groups = len(engine.basic_optimizer.param_groups)
@@ -172,7 +172,7 @@ class AdapterGuard:
         require(self._zero, NORM_METHOD, "deepspeed")
         self._on_device = engine.device.type == "cuda" and bool(engine.basic_optimizer.defaults.get("fused"))
         if self._on_device:
-            require_fused_update(engine.basic_optimizer)
+            check_amp_scaling_support(engine.basic_optimizer)
         # DeepSpeed would skip all adapters if one had a non-finite gradient. Its own clipping is off (limit 0).
         replace(self._zero, NORM_METHOD, lambda *_, **__: torch.zeros((), device=engine.device))
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
@@ -220,7 +220,7 @@ def compute_gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor
     return squared.sqrt()
 
 
-def require_fused_update(optimizer: torch.optim.Optimizer) -> None:
+def check_amp_scaling_support(optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError if the optimizer does not read the `grad_scale` and `found_inf` of torch's GradScaler."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise build_api_error(

@@ -150,7 +150,7 @@ class FusedLayer:
         self._dropout_module = layer.lora_dropout[self.adapter]
         self._nf4: ops.Nf4Weight | None = None
 
-    def set_active_adapters(self, names: Sequence[str]) -> None:
+    def match_active_adapters(self, names: Sequence[str]) -> None:
         """Use this adapter whenever PEFT's list of active adapters is `names`, which must include it."""
         self._active = (names, names)
 

@@ -23,7 +23,7 @@ from trainer.patches.mamba import install_mamba_projections
 from trainer.patches.norm_mlp_rope import PARTS, install_input_recomputation, replace_elementwise
 from trainer.patches.packed_attention import (
     copy_heads_without_flash,
-    set_varlen,
+    enable_varlen,
     use_flash_in_towers,
     use_varlen_if_supported,
 )
@@ -63,7 +63,7 @@ class PatchPlan:
 def install_on_base_model(model: Any, plan: PatchPlan) -> list[str]:
     copy_heads_without_flash(plan.device, plan.dtype)
     if plan.shares_sequences:
-        set_varlen(model)  # on any device: the settings and the model were checked before
+        enable_varlen(model)  # on any device: the settings and the model were checked before
     elif plan.varlen:
         use_varlen_if_supported(model, plan.device, plan.dtype)
     use_flash_in_towers(model, plan.device, plan.dtype)

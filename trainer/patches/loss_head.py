@@ -301,7 +301,7 @@ class TokenLoss:
                 self._head = None
             self._warn_if_estimate_is_off(self._head is not None)
 
-    def compute_by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+    def compute_row_losses(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the summed loss of each row of the batch [B], in nats, fp64."""
         logits, targets = self.compute_logits(model, batch, device)
         # One row at a time, as fp32 logits of the whole batch would double the peak memory.

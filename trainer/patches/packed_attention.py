@@ -31,7 +31,7 @@ TOWER = "zerolora_flash_windows"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 CUDNN_TILE = 128
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_NO_SHARED_HEADS = torch.nn.Module()  # passed in place of an attention module: it has no `num_key_value_groups`
+_MODULE_WITHOUT_GQA = torch.nn.Module()  # passed in place of an attention module: it has no `num_key_value_groups`
 
 SUPPORT_FLAGS = {
     "sdpa": "_supports_sdpa",
@@ -99,7 +99,7 @@ def check_sequence_parallel_support(size: int, model: Any) -> None:
 
 
 def choose_attention(section: ModelSection) -> str | None:
-    """Return the attention to load a model with; None selects transformers' default (sdpa if supported, else eager)."""
+    """Return the `attn_implementation` for loading a model; None selects transformers' default."""
     return None if section.attn_implementation == "auto" else section.attn_implementation
 
 
@@ -119,7 +119,7 @@ def use_varlen_if_supported(model: Any, device: torch.device, dtype: torch.dtype
     is_replaceable = require(model, "_supports_attention_backend", "transformers")
     uses_flash = supports_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
     if is_replaceable and (uses_flash or has_sinks(model)):
-        set_varlen(model)
+        enable_varlen(model)
 
 
 @replaces("attention in the windows of vision towers")
@@ -151,7 +151,7 @@ def can_share_keys(model: Any) -> bool:
     return is_replaceable and uses_sdpa and not has_chunks and not has_sinks(model)
 
 
-def set_varlen(model: Any) -> None:
+def enable_varlen(model: Any) -> None:
     from transformers import AttentionInterface
 
     # No mask is registered, so transformers builds none. It would be L x L in every forward pass, and detecting packed
@@ -210,7 +210,7 @@ def attend_with_repeated_heads(
         key, value = (repeat_kv(heads, query.shape[1] // key.shape[1]) for heads in (key, value))
     if kwargs.get("is_causal") is None:
         kwargs["is_causal"] = getattr(module, "is_causal", True)
-    return sdpa_attention_forward(_NO_SHARED_HEADS, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(_MODULE_WITHOUT_GQA, query, key, value, attention_mask, **kwargs)
 
 
 def varlen_attention(
@@ -322,7 +322,7 @@ def _attend_each_document(
     queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
         mask = _build_mask(q.shape[2], k.shape[2], window, q.device)
-        outs.append(attend_with_repeated_heads(_NO_SHARED_HEADS, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
+        outs.append(attend_with_repeated_heads(_MODULE_WITHOUT_GQA, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outs, 1)
 
 

@@ -26,8 +26,8 @@ from trainer.patches.packed_attention import (
     VARLEN,
     can_share_keys,
     disable_varlen,
+    enable_varlen,
     pass_positions_to_masks,
-    set_varlen,
 )
 from trainer.patches.per_document import (
     PerDocumentForward,
@@ -126,7 +126,7 @@ def share_prompt_keys(token_loss: TokenLoss, model: Any, pad_token_id: int, devi
 
     with _evaluation_mode(model):
         alone = compute_logits(chosen, shared=False)
-        set_varlen(base)
+        enable_varlen(base)
         together = compute_logits(chosen, shared=True)
         change = compute_logits(other_chosen, shared=True) - together
     first, tolerance = LENGTHS[1], _choose_tolerance(model)

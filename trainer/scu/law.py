@@ -64,7 +64,7 @@ class Law:
     """Optimizer steps between updates."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for gains that make lambda oscillate; the settings check everything else."""
+        """Raise ValueError for gains that make lambda oscillate; the `scu` section checks all other fields."""
         if self.controller == "pi" and self.form != "published":
             _check_gains(self)
 

@@ -17,7 +17,7 @@ LAW_SETTINGS = ("kp", "ki", "deadband", "ema", "leak", "integral_bound", "lambda
 
 
 def build_adapter_information(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
-    """Build the measure of the adapter's information. Raises UserError if N is unknown."""
+    """Build the adapter's information measure. Raises UserError if the number of tokens is unknown."""
     if not tokens:
         raise UserError("scu.tokens: the number of target tokens in an epoch is unknown; set scu.tokens")
     measure: Measure = "factors" if section.measure == "factors" else "delta"

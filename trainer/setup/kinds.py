@@ -12,7 +12,7 @@ from trainer.model.base import build_empty_model
 from trainer.model.published_shapes import is_random
 from trainer.model.tensor_files import has_local_weights
 from trainer.setup.shown_data import show_images, show_text
-from trainer.setup.text_run import build_draft_planner, find_task, prepare_text_run, read_model_files
+from trainer.setup.text_run import build_unprepared_planner, find_task, prepare_text_run, read_model_files
 from trainer.tasks.images.files import DIFFUSERS_FILE
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
@@ -25,7 +25,7 @@ class LanguageKind:
     planner = Planner
     prepare = staticmethod(prepare_text_run)
     read_files = staticmethod(read_model_files)
-    build_draft_planner = staticmethod(build_draft_planner)
+    build_unprepared_planner = staticmethod(build_unprepared_planner)
     show_data = staticmethod(show_text)
 
     find_task_class = staticmethod(find_task)
@@ -66,7 +66,7 @@ class ImageKind:
         return True
 
     @staticmethod
-    def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
+    def build_unprepared_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
         pipeline, side = read_pipeline(config.base_model, config.model), config.image.resolution
         planner = ImagePlanner.from_run(machine, config, PreparedRun(None, pipeline, None))
         return planner, [f"every image counts as {side} x {side}"]

@@ -188,7 +188,7 @@ def read_model_config(config: RunConfig) -> tuple[Any, str]:
         return build_random_config(PREFIX + shape), note
 
 
-def build_draft_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
+def build_unprepared_planner(config: RunConfig, machine: Machine) -> tuple[Planner, list[str]]:
     """Build a planner for a run that has not been prepared. Return it with notes on its assumptions."""
     model_config, note = read_model_config(config)
     config = config.fit_max_length(get_context_length(model_config))

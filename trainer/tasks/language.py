@@ -161,7 +161,7 @@ class LanguageTask(Task):
         options: dict[str, Any] = {
             "batch_size": training.batch_size,
             "accumulation": training.gradient_accumulation_steps,
-            **self._data_rank,
+            **self._data_parallel_options,
             **self._collate_options,
         }
         if isinstance(samples, Samples):
@@ -176,10 +176,12 @@ class LanguageTask(Task):
         return self._iterate(samples, training.eval_batch_size or training.batch_size)
 
     def _iterate(self, samples: Samples, batch_size: int) -> Iterable[MicroBatch]:
-        return iterate_evaluation_batches(samples, batch_size=batch_size, **self._data_rank, **self._collate_options)
+        return iterate_evaluation_batches(
+            samples, batch_size=batch_size, **self._data_parallel_options, **self._collate_options
+        )
 
     @property
-    def _data_rank(self) -> dict[str, int]:
+    def _data_parallel_options(self) -> dict[str, int]:
         """Rank and world size for distributing samples; ranks that share a sequence count as one."""
         parallel = self._config.parallel
         return {

@@ -400,7 +400,7 @@ class PreferenceTask(LanguageTask):
     @torch.no_grad()
     def _compute_reference(self, engine: Engine, loss: PreferenceLoss, samples: Samples) -> NDArray[np.float64]:
         """Return the log-probabilities of all answers under the reference; a collective call."""
-        size, data_rank = self._config.training.batch_size, self._data_rank
+        size, data_rank = self._config.training.batch_size, self._data_parallel_options
         reference = torch.zeros(samples.count_answers_before(len(samples)), dtype=torch.float64, device=self._device)
         engine.eval()
         for number, batch in enumerate(self._iterate(samples, size)):

@@ -16,7 +16,7 @@ from trainer.tasks.lm_eval_scores import Scores
 class Batch(Protocol):
     @property
     def tokens(self) -> int:
-        """Size of the batch in the first unit of `Task.batch_units`: tokens or images."""
+        """Size of the batch in the first unit of `Task.batch_units` (tokens or images)."""
 
     @property
     def target_count(self) -> int:

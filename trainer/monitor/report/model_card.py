@@ -1,7 +1,7 @@
 """Write an adapter's model card, at the end of training and in `zerolora push`.
 
 Cards are uploaded, so they contain no path outside the run's working directory. Other local models and data
-are shown by the last part of their path. The code in the card of a run's folder runs without changes.
+are shown by the last part of their path. The example code in a run's card runs as is.
 """
 
 import re

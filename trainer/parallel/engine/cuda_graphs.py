@@ -125,7 +125,7 @@ class GraphCapturer:
             raise CaptureError(f"graphs hold {held:.0f} MiB, and only {left:.0f} MiB are free for eager passes")
 
     def _free_cache(self) -> None:
-        """Empty the cache; before the first capture also free the workspaces, so that new ones are in the pool."""
+        """Empty the allocator's cache and, before the first capture, free the workspaces outside the graphs' pool."""
         torch.cuda.synchronize(self._device)
         if not self._has_workspaces:
             release_workspaces()

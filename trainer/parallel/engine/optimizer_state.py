@@ -238,7 +238,7 @@ class EngineState:
                     self._optimizer.state[partition] = moments | ({} if "k" in group else {"step": step})
 
     def _list_group_partitions(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the flat partitions of a group, which stage 3 puts into the group only during a step."""
+        """Return a parameter group's flat partitions. At stage 3 the group itself lists them only during a step."""
         if self._engine.zero_optimization_stage() < 3:
             return list(group["params"])
         zero = self._engine.optimizer

@@ -121,7 +121,7 @@ def skip_shm_build() -> AbstractContextManager[None]:
 
 
 def explain_taken_port(error: dist.DistNetworkError) -> Exception:
-    """Convert a port conflict (only on rank 0) to a UserError about --master-port; return other errors unchanged."""
+    """Convert a port conflict, seen only by rank 0, to a UserError about --master-port; return others unchanged."""
     if "EADDRINUSE" not in str(error):
         return error
     return UserError(format_port_error(int(os.environ["MASTER_PORT"]), "Address already in use", get_host_name()))

@@ -31,7 +31,7 @@ PEFT_PREFIX = "base_model.model."
 METADATA = "lora_adapter_metadata"
 """Metadata key under which diffusers stores PEFT's settings."""
 DIFFUSERS_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "target_modules")
-KOHYA_NAMES = Path(__file__).with_name("kohya.yaml")
+KOHYA_NAMES_FILE = Path(__file__).with_name("kohya.yaml")
 
 
 def write_for_diffusers(folder: Path) -> None:
@@ -54,7 +54,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 @cache
 def load_kohya_names() -> dict[str, dict[str, Any]]:
-    return read_yaml(KOHYA_NAMES).tree
+    return read_yaml(KOHYA_NAMES_FILE).tree
 
 
 def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:

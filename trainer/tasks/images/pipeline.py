@@ -268,8 +268,8 @@ def resolve_single_file_pipeline(base_model: str, section: ModelSection) -> tupl
 def _convert_single_file(file: Path, section: ModelSection, source: str, *, is_whole: bool) -> Path:
     """Return a folder with the pipeline of a single weights file, converted once by diffusers.
 
-    Settings and tokenizers come from the pipeline `source`; if the file contains only the denoiser, so do all other
-    components.
+    Settings and tokenizers are taken from the pipeline `source`, and so are all other components if the file contains
+    only the denoiser.
     """
     import diffusers
     import torch
