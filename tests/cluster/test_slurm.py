@@ -282,7 +282,7 @@ def test_more_ranks_than_were_started_is_refused_on_every_node(slurm: SlurmClust
     done = slurm.hosts.run("login", command, env=slurm.environment(), cwd=ROOT)
     assert done.returncode == 2
     for node in ("n1", "n2"):
-        assert f"2 ranks were requested, but the environment of this rank on {node} sets rank 0 of 1" in done.stderr
+        assert f"2 ranks were requested, but the environment on {node} sets rank 0 of 1" in done.stderr
 
 
 def test_other_code_on_one_node_stops_the_run(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ SAID = {
     "granite": [
         "fused 14 of 14 adapted layers",
         "3 of them grouped",
-        "without adapter, not linear layers: conv1d (2 of 160 x 1 x 4)",
+        "without adapter (not linear layers): conv1d (2 of 160 x 1 x 4)",
         "mamba: 2 layers run in plain torch",
     ],
     "granite-moe": [
