@@ -21,6 +21,7 @@ AUTO_TARGET = 0.02
 START_TARGET_PRODUCT = 0.12
 """Initial lambda times the target. With a strong penalty, lambda * S converged to 0.140 and 0.194 on the two texts in
 docs/lab/scu.md; with a slightly smaller initial lambda, S reaches the target."""
+MAX_AUTO_CACHE_BYTES = 2**30
 _ADAPTER = Needs("adapter", ("lora", "qlora"))
 _PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
 _KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))

@@ -11,6 +11,7 @@ import torch
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
+from trainer.config.sections import MAX_AUTO_CACHE_BYTES
 from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Samples
 from trainer.data.step_count import resolve_global_batch
@@ -21,7 +22,6 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.observed import Layer, LayerSettings, count_rows_to_observe, observe_layers
 from trainer.memory.stored_weights import ModelShapes, Placement, list_gathered_weights, stored_bytes
 from trainer.parallel.ranks.group import list_shard_groups
-from trainer.scu.setup import MAX_AUTO_CACHE_BYTES
 
 LARGEST_BATCH = 256
 """Largest micro-batch to try; larger ones are not faster on any GPU."""

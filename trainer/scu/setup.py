@@ -9,6 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from trainer.config import RunConfig
+from trainer.config.sections import MAX_AUTO_CACHE_BYTES
 from trainer.data.prepared import PreparedRun
 from trainer.data.samples import Samples
 from trainer.model.adapter import count_parameters
@@ -21,7 +22,6 @@ from trainer.patches.loss_head import TokenLoss
 from trainer.scu.controller import ScuController
 from trainer.scu.divergence import Divergence, ReferenceDocuments, cache_base_states
 
-MAX_AUTO_CACHE_BYTES = 2**30
 MIN_TEXTS, MAX_GROUPS, NEIGHBORS = 64, 8, 8
 
 
