@@ -88,7 +88,7 @@ def test_8_bit_moments_resume_elsewhere(matrix: Matrix) -> None:
     """From ZeRO-2 on two ranks to ZeRO-0 on one, where they are rounded again."""
     again, whole = matrix["cut-adam8-to-one-rank"], matrix["cut-adam8"]
     assert again.losses == pytest.approx(whole.losses[3:], abs=1e-4)
-    assert "quantized again" in again.console
+    assert "requantized" in again.console
     for name, value in whole.adapter().items():
         torch.testing.assert_close(again.adapter()[name], value, atol=1e-3, rtol=0)
 
