@@ -39,6 +39,8 @@ SKIPS_IN_CI = (
 )
 # Seconds since 1970. CI sets it, so that a slow machine skips the last slow tests instead of exceeding its limit.
 SLOW_TESTS_UNTIL = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))
+# Chooses the file that slow tests begin with, so that over several commits none is always too late.
+SLOW_TESTS_SEED = int(os.environ.get("SLOW_TESTS_SEED", "0"))
 # Examples have no deadline, for a busy machine is no fault; CI tries the same ones every time.
 hypothesis.settings.register_profile("zerolora", deadline=None, derandomize=IN_CI)
 hypothesis.settings.load_profile("zerolora")
@@ -64,6 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.slow)
+    places = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    if SLOW_TESTS_SEED and items:
+        items.sort(key=lambda item: (places[item.path] - SLOW_TESTS_SEED) % len(places))
 
 
 @pytest.hookimpl(wrapper=True)

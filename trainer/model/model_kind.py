@@ -84,8 +84,7 @@ def check_kind(
 ) -> None:
     """Raise UserError unless config.json describes a causal language model in a supported format.
 
-    `allow_score_head` also accepts sequence classification models. `all_trained` rejects 4-bit and FP8 weights, which
-    support only adapters.
+    `allow_score_head` also accepts sequence classifiers. `all_trained` rejects 4-bit and FP8 weights.
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
