@@ -101,7 +101,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "training.qat=int8 ; lora.dora=true": ("training.qat=int8: quantizes W + s B A, but DoRA", "use lora.dora: false"),
     "training.qat=int4 ; lora.init=pissa": ("int4: quantizes base weights, but lora.init", "use lora.init: default"),
     "training.qat=int4 ; ops.backend=cuda": ("ops.backend=cuda: training.qat=int4 computes", "use ops.backend: auto"),
-    "training.qat=int4 ; training.torch_compile=true": ("training.torch.compile cannot trace", "turn it off"),
+    "training.qat=int4 ; training.torch_compile=true": ("torch.compile cannot trace", "turn it off"),
     "quantization.block_size=65": ("quantization.block_size=65: must be 32, 64",),
     "training.learning_rate=fast": ("training.learning_rate=fast: must be a number, such as",),
     "training.learning_rate=0": ("training.learning_rate=0: must be above 0",),
