@@ -421,7 +421,7 @@ def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
     with pytest.raises(UserError) as refusal:
         plan_for_machine(Planner, BF16_GPU, config, found, 3 * GIB)
     line = str(refusal.value)
-    assert "has free 3.00 GiB; set " in line and line.count("GiB)") == 3
+    assert "but can use 3.00 GiB; set " in line and line.count("GiB)") == 3
     assert line.endswith("to train anyway, set training.ignore_memory_check=true")
     ignored = plan_for_machine(
         Planner, BF16_GPU, apply_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB
