@@ -29,9 +29,12 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands import generate, push
 from trainer.commands.estimate import main as estimate
 from trainer.commands.inspect import main as inspect
+from trainer.commands.prepare_run import main as prepare_run
+from trainer.commands.tailor import main as tailor
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.command_line import Main
 from trainer.config.evaluation_section import check_task_names
 from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags
 from trainer.config.yaml_core import dump
@@ -412,6 +415,7 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
             "error: --num-gpus two: must be a whole number; see `zerolora train",
         ),
         (["train", "c.yaml", "--num-gpus=two"], "error: --num-gpus two: must be a whole number; see `zerolora train"),
+        (["doctor", "--launcher", "mpi", "--num-gpus", "65537"], "error: --num-gpus 65537: must be 1 to 65536"),
         (["submit", "c.yaml", "--nodes", "x"], "error: --nodes x: must be a whole number; see `zerolora submit"),
     ],
 )
@@ -441,6 +445,22 @@ def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
         with contextlib.suppress(SystemExit):
             estimate([config, *words])
         assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (estimate, ["c.yaml", "--gpus"]),
+        (validate, ["c.yaml", "--ranks"]),
+        (inspect, ["c.yaml", "--ranks"]),
+        (prepare_run, ["c.yaml", "--world-size"]),
+        (tailor, ["--model", "m", "--data", "d", "--output", "o.yaml", "--output-dir", "o", "--gpus"]),
+    ],
+)
+def test_too_many_ranks_are_refused(main: Main, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "10000000000"])
+    assert f"{words[-1]}: 10000000000: must be a whole number, 1 to 65536; see `zerolora " in capsys.readouterr().err
 
 
 def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None:
