@@ -49,6 +49,7 @@ from trainer.memory.planner import SHORT, DataSize, Planner
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
 from trainer.monitor.metrics import read_metrics
+from trainer.monitor.report.__main__ import main as report
 from trainer.setup.preflight import prepare
 
 Command = Callable[..., str]
@@ -405,6 +406,16 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
     file = ground / "train.jsonl"
     with pytest.raises(UserError, match=r"cannot be written \(File exists\); use a folder, not a file$"):
         prepare(load_config(ground / "base.yaml", [f"dataset.cache_dir={file}"]).config)
+
+
+def test_a_link_to_itself_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ground, link = make_ground(tmp_path), tmp_path / "link"
+    link.symlink_to(link)
+    for folder, problem in ((link, "File exists"), (link / "x", "Too many levels of symbolic links")):
+        assert validate([str(ground / "base.yaml"), f"dataset.cache_dir={folder}"]) == 2
+        assert f"dataset.cache_dir={folder}: cannot be written ({problem}); " in capsys.readouterr().err
+    assert report([str(link), str(ground)]) == 2
+    assert f"{link}/metrics.jsonl: cannot be read (Too many levels of symbolic links)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
