@@ -364,6 +364,11 @@ def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path:
         ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
         ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, without lines of `...` or %YAML$"),
         ("lora.r: 4\nlora: {r: 8}\n", "lora.r: given twice, as a dotted name and in its section; keep one"),
+        (
+            "model.rope_scaling.factor: 2\nmodel: {rope_scaling: {type: yarn, factor: 4}}\n",
+            "model.rope_scaling: given tw",
+        ),
+        ("model: {rope_scaling: {type: yarn}}\nmodel.rope_scaling.type: linear\n", "model.rope_scaling.type: given tw"),
         ("'': 1\n", "error: '': unknown setting"),
     ],
 )
@@ -641,6 +646,18 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         (["dataset.seed=1"], "dataset.seed: unknown setting; did you mean seed?"),
         (["zero.extra={fp16:"], "close its brackets, quote it in the shell"),
         (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
+        (
+            ["adapters=[{name: a, lora: {r: 2}, lora.r: 3},{name: b}]"],
+            "adapters.0.lora.r=3: given twice with different",
+        ),
+        (
+            ["adapters=[{name: a},{name: b, lora_r: 3, lora: {r: 2}}]"],
+            "adapters.1.lora.r=2: given twice with different",
+        ),
+        (
+            ["adapters=[{name: a, dataset.evaluation.path: x, dataset: {evaluation: {path: y}}},{name: b}]"],
+            "adapters.0.dataset.evaluation={path: y}: given twice with different values; keep one",
+        ),
         (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],
 )
