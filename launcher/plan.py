@@ -15,6 +15,7 @@ from launcher.targets.local import Command, build_hostfile_command, build_local_
 from launcher.targets.mpi import build_mpirun_command
 from launcher.targets.slurm import build_srun_command, read_allocation
 from trainer.config import UserError
+from trainer.config.command_line import MAX_RANKS
 from trainer.contract.default_ranks import CPU_RANKS, is_in_allocation, list_visible_gpus
 from trainer.contract.rendezvous import choose_random_port, describe_port_problem, find_free_port, format_port_error
 
@@ -48,6 +49,8 @@ class LaunchRequest:
 
         Raises UserError for contradictory options.
         """
+        if (self.num_gpus or 0) > MAX_RANKS:
+            raise UserError(f"--num-gpus {self.num_gpus}: must be 1 to {MAX_RANKS}")
         if self.launcher not in LAUNCHERS:
             raise UserError(f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}")
         default = "hostfile" if self.hostfile is not None else "slurm" if is_in_allocation(os.environ) else "local"

@@ -117,6 +117,21 @@ def test_an_empty_folder_is_free_for_output(tmp_path: Path) -> None:
     assert (tmp_path / "empty" / "config.json").is_file()
 
 
+def test_a_link_to_an_empty_folder_is_free_for_output(tmp_path: Path) -> None:
+    folder, link = make_run(tmp_path), tmp_path / "link"
+    (tmp_path / "elsewhere" / "empty").mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere" / "empty")
+    assert main([str(folder), "--output", str(link)]) == 0
+    assert link.is_symlink() and (tmp_path / "elsewhere" / "empty" / "config.json").is_file()
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["empty"]
+
+
+def test_an_empty_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path)
+    with pytest.raises(UserError, match=r"is a mount point, which cannot be replaced; use a folder in it"):
+        check_output(tmp_path)
+
+
 @pytest.mark.parametrize("output", [".", "..", "/"])
 def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

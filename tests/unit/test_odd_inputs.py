@@ -29,9 +29,12 @@ from trainer.checkpoint.finished_run import find_run
 from trainer.commands import generate, push
 from trainer.commands.estimate import main as estimate
 from trainer.commands.inspect import main as inspect
+from trainer.commands.prepare_run import main as prepare_run
+from trainer.commands.tailor import main as tailor
 from trainer.commands.validate import main as validate
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.command_line import Main
 from trainer.config.evaluation_section import check_task_names
 from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags
 from trainer.config.yaml_core import dump
@@ -46,6 +49,7 @@ from trainer.memory.planner import SHORT, DataSize, Planner
 from trainer.memory.stored_weights import ModelShapes
 from trainer.model.base import load_model_config
 from trainer.monitor.metrics import read_metrics
+from trainer.monitor.report.__main__ import main as report
 from trainer.setup.preflight import prepare
 
 Command = Callable[..., str]
@@ -360,6 +364,11 @@ def test_a_value_is_shown_as_it_was_given(words: list[str], line: str, tmp_path:
         ("lora: !!set {r}\n", "line 1, column 7: could not determine .*'; remove the tag, which begins with !$"),
         ("seed: 1\n...\nlora: {r: 4}\n", "; write settings as `name: value`, without lines of `...` or %YAML$"),
         ("lora.r: 4\nlora: {r: 8}\n", "lora.r: given twice, as a dotted name and in its section; keep one"),
+        (
+            "model.rope_scaling.factor: 2\nmodel: {rope_scaling: {type: yarn, factor: 4}}\n",
+            "model.rope_scaling: given tw",
+        ),
+        ("model: {rope_scaling: {type: yarn}}\nmodel.rope_scaling.type: linear\n", "model.rope_scaling.type: given tw"),
         ("'': 1\n", "error: '': unknown setting"),
     ],
 )
@@ -404,6 +413,16 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
         prepare(load_config(ground / "base.yaml", [f"dataset.cache_dir={file}"]).config)
 
 
+def test_a_link_to_itself_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ground, link = make_ground(tmp_path), tmp_path / "link"
+    link.symlink_to(link)
+    for folder, problem in ((link, "File exists"), (link / "x", "Too many levels of symbolic links")):
+        assert validate([str(ground / "base.yaml"), f"dataset.cache_dir={folder}"]) == 2
+        assert f"dataset.cache_dir={folder}: cannot be written ({problem}); " in capsys.readouterr().err
+    assert report([str(link), str(ground)]) == 2
+    assert f"{link}/metrics.jsonl: cannot be read (Too many levels of symbolic links)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -412,6 +431,7 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
             "error: --num-gpus two: must be a whole number; see `zerolora train",
         ),
         (["train", "c.yaml", "--num-gpus=two"], "error: --num-gpus two: must be a whole number; see `zerolora train"),
+        (["doctor", "--launcher", "mpi", "--num-gpus", "65537"], "error: --num-gpus 65537: must be 1 to 65536"),
         (["submit", "c.yaml", "--nodes", "x"], "error: --nodes x: must be a whole number; see `zerolora submit"),
     ],
 )
@@ -441,6 +461,22 @@ def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
         with contextlib.suppress(SystemExit):
             estimate([config, *words])
         assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (estimate, ["c.yaml", "--gpus"]),
+        (validate, ["c.yaml", "--ranks"]),
+        (inspect, ["c.yaml", "--ranks"]),
+        (prepare_run, ["c.yaml", "--world-size"]),
+        (tailor, ["--model", "m", "--data", "d", "--output", "o.yaml", "--output-dir", "o", "--gpus"]),
+    ],
+)
+def test_too_many_ranks_are_refused(main: Main, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "10000000000"])
+    assert f"{words[-1]}: 10000000000: must be a whole number, 1 to 65536; see `zerolora " in capsys.readouterr().err
 
 
 def test_a_number_that_is_too_large_is_compared_in_short(tmp_path: Path) -> None:
@@ -610,6 +646,18 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         (["dataset.seed=1"], "dataset.seed: unknown setting; did you mean seed?"),
         (["zero.extra={fp16:"], "close its brackets, quote it in the shell"),
         (["adapters=[{name: a, scu.kp: 1},{name: b}]"], "adapters.0.scu.kp=1.0: has no effect, because scu.enabled"),
+        (
+            ["adapters=[{name: a, lora: {r: 2}, lora.r: 3},{name: b}]"],
+            "adapters.0.lora.r=3: given twice with different",
+        ),
+        (
+            ["adapters=[{name: a},{name: b, lora_r: 3, lora: {r: 2}}]"],
+            "adapters.1.lora.r=2: given twice with different",
+        ),
+        (
+            ["adapters=[{name: a, dataset.evaluation.path: x, dataset: {evaluation: {path: y}}},{name: b}]"],
+            "adapters.0.dataset.evaluation={path: y}: given twice with different values; keep one",
+        ),
         (["adapters=[{name: a, lora: 5},{name: b}]"], "adapters.0.lora=5: must be a section; write `lora.r: ...`"),
     ],
 )

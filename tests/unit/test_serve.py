@@ -75,3 +75,15 @@ def test_a_missing_server_is_one_line(
     ):
         assert serve.main([str(run), *words]) == 2
         assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize("text", ["--x 'unclosed", "--x \\"])
+def test_options_that_cannot_be_split_are_refused_before_the_export(
+    text: str, run: Path, environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(run.iterdir())
+    with pytest.raises(SystemExit, match="2"):
+        serve.main([str(run), "--python", str(environment), "--options", text, "--dry-run"])
+    line = f"error: argument --options: {text}: a quote is not closed, or it ends in a backslash; see `zerolora serve"
+    assert capsys.readouterr().err.startswith(line)
+    assert set(run.iterdir()) == before

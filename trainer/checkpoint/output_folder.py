@@ -179,7 +179,7 @@ def _check_separate(config: RunConfig, folder: Path) -> None:
     if (real / ".git").exists():
         raise UserError(f"output_dir={folder}: is a git checkout; use a separate folder, such as {folder / 'run'}")
     for name, path in _list_inputs(config):
-        real_input = path.resolve()
+        real_input = Path(os.path.realpath(path))  # unlike resolve(), accepts a loop of symlinks
         if real_input == real:
             raise UserError(f"output_dir={folder}: is also {name}; use a separate folder")
         if real in real_input.parents:

@@ -27,10 +27,13 @@ def check_output(output: Path) -> None:
         raise UserError(f"{output}: cannot be written ({error.strerror}); use another folder with --output") from None
     if occupied:
         raise UserError(f"{output}: already exists; use another folder with --output")
-    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    real = Path(os.path.realpath(output))
+    if os.path.ismount(real):
+        raise UserError(f"{output}: is a mount point, which cannot be replaced; use a folder in it with --output")
+    existing = next(parent for parent in real.parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"{output}: cannot be created in {existing}; use another folder with --output")
-    for folder in output.absolute().parents:
+    for folder in real.parents:
         try:
             holder = describe_live_holder(folder)
         except OSError:
@@ -44,12 +47,13 @@ def check_output(output: Path) -> None:
 
 @contextmanager
 def temporary_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `output`, which is deleted on exit.
+    """Yield a temporary folder next to `output`, or next to the folder it links to, which is deleted on exit.
 
     Use `move_into_place` to keep results. Raises UserError if the folder cannot be created, and RuntimeError
     with the disk's free space if writing fails.
     """
-    temporary = output.with_name(f".writing-{output.name}")
+    real = Path(os.path.realpath(output))
+    temporary = real.with_name(f".writing-{real.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         try:
@@ -71,8 +75,12 @@ def temporary_output(output: Path) -> Iterator[Path]:
 
 
 def move_into_place(finished: Path, output: Path) -> None:
-    """Rename a finished file or folder to `output`, replacing an empty folder, with permissions from the umask."""
+    """Rename a finished file or folder to `output`, replacing an empty folder, with permissions from the umask.
+
+    If `output` is a symlink to an empty folder, that folder is replaced.
+    """
     apply_umask(finished)
-    if output.is_dir():
-        output.rmdir()
-    os.replace(finished, output)
+    real = Path(os.path.realpath(output))
+    if real.is_dir():
+        real.rmdir()
+    os.replace(finished, real)

@@ -18,7 +18,7 @@ from trainer.checkpoint.finished_run import silence_libraries
 from trainer.commands import speed
 from trainer.commands.longest_sequence import find_longest_sequences, format_longest_sequences, predict_seconds
 from trainer.config import CommandParser, RunConfig, UserError, load_config, reports_errors
-from trainer.config.command_line import parse_positive_int
+from trainer.config.command_line import parse_rank_count
 from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.standard_streams import PROGRESS
 from trainer.data.step_count import count_steps, describe_steps
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora estimate", description="Estimate a run's memory, without a GPU or weights.")
     parser.add_config()
     gpus_help = "number of GPUs, one rank each (default: the GPUs of this machine, or 1)"
-    parser.add_argument("--gpus", type=parse_positive_int, help=gpus_help)
+    parser.add_argument("--gpus", type=parse_rank_count, help=gpus_help)
     parser.add_argument("--gpus-per-host", type=int, help="GPUs per host (default: all GPUs are on one host)")
     parser.add_argument("--gpu-memory", help=f"memory of each GPU, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--host-memory", help="memory of each host, such as 256GiB (default: unlimited)")

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from trainer.checkpoint.finished_run import silence_libraries
 from trainer.config import CommandParser, load_config, reports_errors
-from trainer.config.command_line import parse_positive_int
+from trainer.config.command_line import parse_positive_int, parse_rank_count
 from trainer.contract.default_ranks import choose_default_ranks
 from trainer.setup.kinds import find_model_kind
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     shown.add_argument("--examples", type=parse_positive_int, default=3, help="number of examples (default: 3)")
     shown.add_argument("--step", type=parse_positive_int, help="show the data of this step (from 1) instead")
     parser.add_argument(
-        "--ranks", type=parse_positive_int, help="number of ranks (default: as `zerolora train` would start here)"
+        "--ranks", type=parse_rank_count, help="number of ranks (default: as `zerolora train` would start here)"
     )
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):

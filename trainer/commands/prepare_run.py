@@ -6,7 +6,7 @@
 from functools import partial
 
 from trainer.config import CommandParser, load_config, reports_errors
-from trainer.config.command_line import parse_positive_int
+from trainer.config.command_line import parse_rank_count
 from trainer.setup.preflight import build_operators, prepare_to_resume
 
 
@@ -14,7 +14,7 @@ from trainer.setup.preflight import build_operators, prepare_to_resume
 def main(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenize its data.")
     parser.add_config()
-    parser.add_argument("--world-size", type=parse_positive_int, help="number of ranks that will train")
+    parser.add_argument("--world-size", type=parse_rank_count, help="number of ranks that will train")
     parser.add_argument("--phases", action="store_true", help="print the current phase instead of results")
     arguments = parser.parse_intermixed_args(argv)
     show = partial(print, flush=True) if arguments.phases else lambda phase: None

@@ -3,6 +3,7 @@
 The server replaces this process. Its OpenAI-compatible API is at /v1, with the run's folder name as the model name.
 """
 
+import argparse
 import os
 import shlex
 import shutil
@@ -56,6 +57,13 @@ def find_server(requested: str, python: str) -> Server:
     )
 
 
+def split_server_options(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: a quote is not closed, or it ends in a backslash") from None
+
+
 def export_once(run: FinishedRun, format_: str, output: Path) -> Path:
     """Export the run unless `output` exists. Raises UserError if `output` is older than the adapter."""
     if not output.exists():
@@ -106,15 +114,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=parse_port_number, default=8000, help="(default: 8000)")
     parser.add_argument("--dry-run", action="store_true", help="export, print the server's command and stop")
     parser.add_argument(
-        "--options", default="", metavar="TEXT", help="additional server options, such as '--max-model-len 8192'"
-    )
+        "--options", type=split_server_options, default="", metavar="TEXT",
+        help="additional server options, such as '--max-model-len 8192'",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     silence_libraries()
     server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
     check_task_supports(run, "serve")
     command = prepare_server_command(run, server, options.run, merged=options.merged)
-    command += ["--host", options.host, "--port", str(options.port), *shlex.split(options.options)]
+    command += ["--host", options.host, "--port", str(options.port), *options.options]
     print(shlex.join(command), flush=True)
     if not options.dry_run:
         os.execv(command[0], command)

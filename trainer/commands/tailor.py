@@ -21,7 +21,7 @@ import torch
 from trainer.checkpoint.finished_run import silence_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
 from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config, reports_errors
-from trainer.config.command_line import parse_positive_int
+from trainer.config.command_line import parse_rank_count
 from trainer.config.errors import format_count
 from trainer.config.values import set_dotted
 from trainer.config.yaml_core import dump
@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument(
-        "--gpus", type=parse_positive_int, help="default: the ranks that `zerolora train` would start here"
+        "--gpus", type=parse_rank_count, help="default: the ranks that `zerolora train` would start here"
     )
     parser.add_argument("--gpu-memory")
     parser.add_argument("--output", type=Path, required=True)

@@ -9,7 +9,7 @@ import shlex
 
 from trainer.checkpoint.output_folder import check_inputs_and_output, describe_output_problem
 from trainer.config import CommandParser, load_config, reports_errors
-from trainer.config.command_line import parse_positive_int
+from trainer.config.command_line import parse_rank_count
 from trainer.contract.default_ranks import choose_default_ranks
 from trainer.contract.standard_streams import PROGRESS
 
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_config()
     parser.add_argument(
-        "--ranks", type=parse_positive_int, help="number of ranks (default: as `zerolora train` would start here)"
+        "--ranks", type=parse_rank_count, help="number of ranks (default: as `zerolora train` would start here)"
     )
     parser.add_argument("--settings-only", action="store_true", help="check only the settings, not the model or data")
     arguments = parser.parse_intermixed_args(argv)

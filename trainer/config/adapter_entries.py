@@ -37,7 +37,12 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
                 f"adapters.{index}.name", name, "is reserved or already used", "give each adapter a different name"
             )
         names.add(str(name).lower())
+        given: dict[str, Any] = {}
         for dotted, value in flatten_entry(entry):
+            other = (n for n in given if f"{n}.".startswith(f"{dotted}.") or dotted.startswith(f"{n}."))
+            if any(given[n] != value for n in other):
+                yield Mistake(f"adapters.{index}.{dotted}", value, "given twice with different values", "keep one")
+            given[dotted] = value
             is_setting = dotted != "name" and dotted.split(".")[0] in RunConfig.model_fields
             inner = [name for name in PER_ADAPTER if name.startswith(f"{dotted}.") and name != f"{dotted}."]
             if inner:

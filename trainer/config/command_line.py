@@ -14,6 +14,7 @@ from trainer.config.messages import get_setting_type, suggest_override
 from trainer.config.values import is_null, is_text, list_accepted_types
 from trainer.config.yaml_core import parse_scalar, parse_yaml_value
 
+MAX_RANKS = 65_536
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
@@ -66,6 +67,12 @@ def parse_positive_int(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
+    return value
+
+
+def parse_rank_count(text: str) -> int:
+    if (value := parse_positive_int(text)) > MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 to {MAX_RANKS}")
     return value
 
 
@@ -156,7 +163,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _format_option(action: argparse.Action) -> tuple[str, ...]:
-    kind = "N" if action.type in (int, parse_positive_int) else action.dest.upper()
+    kind = "N" if action.type in (int, parse_positive_int, parse_rank_count) else action.dest.upper()
     value = "" if action.nargs == 0 else str(action.metavar or "|".join(action.choices or ()) or kind)
     return (", ".join(reversed(action.option_strings)), value) if action.option_strings else (value,)
 

@@ -47,8 +47,8 @@ class Mistakes:
 
     def add_duplicate(self, dotted: str, name: str) -> None:
         """Add a mistake for a setting that was given a second time, as `name`."""
-        problem = f"also given as {self.names[dotted]}, which is the same setting"
-        if self.names[dotted] == name:
+        problem = f"also given as {self.names.get(dotted)}, which is the same setting"
+        if self.names.get(dotted, name) == name:
             problem = "given twice, as a dotted name and in its section"
         location = f" ({self._path}:{self._lines[name]})" if name in self._lines else ""
         mistake = Mistake(name, None, problem, "keep one", location=location)
@@ -228,7 +228,7 @@ class UserSettings:
             node = child
         if override:
             self.mistakes.mark_overridden(dotted)
-        elif dotted in self.mistakes.names and node[last] != value:
+        elif last in node and node[last] != value:
             self.mistakes.add_duplicate(dotted, name)
             return
         self.mistakes.names[dotted] = name

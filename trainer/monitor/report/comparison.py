@@ -82,7 +82,7 @@ def _read_run(folder: Path, name: str) -> RunData:
 
 def _name_runs(folders: Sequence[Path]) -> list[str]:
     """Name folders by their paths relative to the common parent."""
-    resolved = [folder.resolve() for folder in folders]
+    resolved = [Path(os.path.realpath(folder)) for folder in folders]
     if len(set(resolved)) < len(resolved):
         raise UserError("zerolora report: a run is listed twice; list each run once")
     parent = os.path.commonpath([folder.parent for folder in resolved])
