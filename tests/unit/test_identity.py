@@ -163,6 +163,27 @@ def test_a_run_without_its_record_is_refused(lost: str, run_dir: Path, ground: P
     find_run(run_dir, str(ground / "other"), allow_mismatch=True)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.tensor(1, dtype=torch.int32), "is int32; use a 16-bit or fp32 adapter"),
+        (torch.tensor(1j), "is complex64; use a 16-bit or fp32 adapter"),
+        (torch.tensor(torch.nan), "contains NaN or infinity; use an earlier checkpoint"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers_are_refused(
+    value: torch.Tensor, problem: str, command: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also without checksums, as in the runs of others."""
+    edit(run_dir / "run.json", checksums={})
+    save_file(
+        {name: value.expand(w.shape).clone() for name, w in load_file(run_dir / WEIGHTS).items()}, run_dir / WEIGHTS
+    )
+    [line] = refusal(capsys, command, run_dir, tmp_path / "out")
+    assert line.startswith(f"error: {run_dir}: base_model.") and problem in line
+
+
 def starts(ground: Path, adapter: Path, *more: str) -> int:
     return prepare([str(ground / "base.yaml"), f"output_dir={ground}/new", f"lora.adapter_path={adapter}", *more])
 

@@ -45,14 +45,14 @@ def describe_adapter_damage(folder: Path) -> str | None:
         read_adapter_settings(folder)
         if _has_changed(folder, WEIGHTS, _read_checksums(folder)):
             return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy the file from a checkpoint"
+        return _describe_invalid_tensor(folder)
     except FileNotFoundError:
         return f"{WEIGHTS} is missing; use an adapter in safetensors format"
     except UnreadableFileError as error:
         return f"{error.path.name} {error.problem}; {error.fix}"
-    return None
 
 
-def describe_untrainable_tensor(folder: Path) -> str | None:
+def _describe_invalid_tensor(folder: Path) -> str | None:
     """Return a message that names the first tensor that is not floating point or not finite, or None."""
     for name, tensor in load_file(folder / WEIGHTS).items():
         if not tensor.is_floating_point():
