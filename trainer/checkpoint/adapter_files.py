@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trainer.checkpoint.checkpoint_files import compute_checksum, read_recorded_checksums
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFileError, check_type, read_json, read_safetensors_header
+from trainer.config.files import UnreadableFileError, read_json, read_safetensors_header, read_value
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import map_saved_names
@@ -79,7 +79,7 @@ def _has_changed(folder: Path, name: str, recorded: dict[str, str]) -> bool:
 
 def _read_checksums(folder: Path) -> dict[str, str]:
     if (folder / RECORD).is_file():
-        return check_type(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
+        return read_value(folder / RECORD, "checksums", dict[str, str] | None) or {}
     return read_recorded_checksums(folder)
 
 

@@ -19,7 +19,7 @@ from trainer.checkpoint.checkpoint_files import CheckpointChoice, choose_checkpo
 from trainer.config import AUTO, LoraSection, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, to_text
-from trainer.config.files import check_type, read_json
+from trainer.config.files import read_value
 from trainer.config.yaml_core import read_yaml
 from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import compute_global_batch, resolve_global_batch
@@ -87,7 +87,7 @@ def read_recorded_identity(folder: Path) -> Identity | None:
     """Return the identity recorded with a checkpoint or finished run; None for any other adapter."""
     state = folder / "state.json"
     file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
-    return check_type(read_json(file).get(key), file, Identity | None) if file.is_file() else None
+    return read_value(file, key, Identity | None) if file.is_file() else None
 
 
 def find_differences(recorded: Identity, current: Identity, name: str) -> list[Difference]:
