@@ -163,6 +163,45 @@ def test_a_run_without_its_record_is_refused(lost: str, run_dir: Path, ground: P
     find_run(run_dir, str(ground / "other"), allow_mismatch=True)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.tensor(1, dtype=torch.int32), "is int32; use a 16-bit or fp32 adapter"),
+        (torch.tensor(1j), "is complex64; use a 16-bit or fp32 adapter"),
+        (torch.tensor(torch.nan), "contains NaN or infinity; use an earlier checkpoint"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers_are_refused(
+    value: torch.Tensor, problem: str, command: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also without checksums, as in the runs of others."""
+    edit(run_dir / "run.json", checksums={})
+    save_file(
+        {name: value.expand(w.shape).clone() for name, w in load_file(run_dir / WEIGHTS).items()}, run_dir / WEIGHTS
+    )
+    [line] = refusal(capsys, command, run_dir, tmp_path / "out")
+    assert line.startswith(f"error: {run_dir}: base_model.") and problem in line
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "problem"),
+    [
+        ("run.json", "prompt_text", "false", "prompt_text: must contain {prompt}, and no other placeholder"),
+        ("run.json", "prompt_text", "{prompt} {other}", "prompt_text: must contain {prompt}, and no other placeholder"),
+        ("run.json", "prompt_text", False, "prompt_text: must be a string, not false"),
+        ("run.json", "working_directory", 5, "working_directory: must be a string"),
+        ("run.json", "checksums", [1], "checksums: must be a mapping"),
+        ("run.json", "identity", 5, "identity: must be a mapping"),
+        ("adapter_config.json", "lora_alpha", float("nan"), "lora_alpha: must be a finite number"),
+    ],
+)
+def test_a_wrong_value_in_the_record_is_named(name: str, key: str, value: Any, problem: str, run_dir: Path) -> None:
+    edit(run_dir / name, **{key: value})
+    with pytest.raises(UserError, match=f"{name}:? {re.escape(problem)}"):
+        find_run(run_dir)
+
+
 def starts(ground: Path, adapter: Path, *more: str) -> int:
     return prepare([str(ground / "base.yaml"), f"output_dir={ground}/new", f"lora.adapter_path={adapter}", *more])
 

@@ -110,7 +110,7 @@ def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixtur
 
 
 def test_validate_says_the_same(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = [str(ground / "base.yaml"), "training.resume_from_checkpoint=latest"]
+    config = [str(ground / "base.yaml"), "training.resume_from_checkpoint=latest", "--ranks", "1"]
     assert validate([*config, "seed=7"]) == 2
     assert "error: seed=7: checkpoint-4 was trained with 42" in capsys.readouterr().err
     assert validate([*config, "training.max_steps=9", "training.learning_rate=1e-4", "zero.stage=1"]) == 0
@@ -120,6 +120,14 @@ def test_validate_says_the_same(ground: Path, capsys: pytest.CaptureFixture[str]
     assert f"resume: changed since checkpoint-4: {changed}" in out
     assert validate(config) == 0
     assert "nothing is left to train; raise max_steps or epochs" in capsys.readouterr().out
+
+
+def test_validate_compares_the_ranks_that_train_would_start(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # two ranks
+    assert validate([str(ground / "base.yaml"), "training.resume_from_checkpoint=latest"]) == 2
+    assert "2 ranks = 8 samples per step: checkpoint-4 was trained with 4" in capsys.readouterr().err
 
 
 def test_the_same_run_under_other_names_is_the_same(
@@ -397,7 +405,8 @@ def test_the_default_length_is_the_context_of_a_shorter_model(
     file.write_text(yaml.safe_dump(settings))
     assert "dataset.max_length: 256, the model's context length" in train(tmp_path)
     assert json.loads((tmp_path / "run" / "training_config.json").read_text())["dataset"]["max_length"] == 256
-    assert validate([str(file), "training.resume_from_checkpoint=latest", "training.max_steps=6"]) == 0
+    resumed = [str(file), "training.resume_from_checkpoint=latest", "training.max_steps=6", "--ranks", "1"]
+    assert validate(resumed) == 0
     said = capsys.readouterr().out
     assert "dataset.max_length: 256, the model's context length" in said and "checkpoint-4" in said
     assert "resumed from" in train(tmp_path, training__resume_from_checkpoint="latest", training__max_steps=6)

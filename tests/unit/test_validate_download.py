@@ -1,19 +1,23 @@
 """`zerolora validate` says what a configuration means without training."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from tests.families import tiny_family
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.run_record import write_run_record
 from trainer.commands import estimate, validate
-from trainer.config import load_config
+from trainer.config import LoraSection, load_config
 from trainer.contract.folder_lock import FolderLock
+from trainer.model.adapter import apply_adapter
 
 
 @pytest.fixture
@@ -49,6 +53,23 @@ def test_validate_describes_the_run_and_writes_nothing(config: Path, capsys: pyt
     assert lines["warning"].startswith("4 optimizer steps in total, the first one with a learning rate of 0 (18 s")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
+
+
+def test_the_adapter_to_start_from_is_described(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = {"gate_proj": 8}
+    model = apply_adapter(
+        AutoModelForCausalLM.from_pretrained("model"), LoraSection(r=4, rank_pattern=pattern), torch.float32
+    )
+    model.save_pretrained("earlier")
+    words = [str(config), "adapter=lora", "lora.r=64", "lora.adapter_path=earlier"]
+    assert validate.main(words) == 0
+    parameters = 2 * 4 * (128 + 96 + 96 + 128 + 192 * 4)
+    assert f"adapter: r=4 on an unquantized base, {parameters:,} parameters" in capsys.readouterr().out
+    needed = []
+    for more in (["lora.adapter_path=earlier"], ["lora.r=4", "lora.rank_pattern={gate_proj: 8}"]):
+        assert estimate.main([str(config), "adapter=lora", *more, "--json"]) == 0
+        needed.append(json.loads(capsys.readouterr().out)["estimate"])
+    assert needed[0] == needed[1]
 
 
 def test_documents_beyond_the_model_are_a_warning_unless_its_positions_are_a_table(

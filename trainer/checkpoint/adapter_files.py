@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trainer.checkpoint.checkpoint_files import compute_checksum, read_recorded_checksums
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFileError, check_type, read_json, read_safetensors_header
+from trainer.config.files import UnreadableFileError, read_json, read_safetensors_header, read_value
 from trainer.contract.whole_files import write_json
 from trainer.model.expert_layers import ExpertFactor
 from trainer.model.older_names import map_saved_names
@@ -45,14 +45,14 @@ def describe_adapter_damage(folder: Path) -> str | None:
         read_adapter_settings(folder)
         if _has_changed(folder, WEIGHTS, _read_checksums(folder)):
             return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy the file from a checkpoint"
+        return _describe_invalid_tensor(folder)
     except FileNotFoundError:
         return f"{WEIGHTS} is missing; use an adapter in safetensors format"
     except UnreadableFileError as error:
         return f"{error.path.name} {error.problem}; {error.fix}"
-    return None
 
 
-def describe_untrainable_tensor(folder: Path) -> str | None:
+def _describe_invalid_tensor(folder: Path) -> str | None:
     """Return a message that names the first tensor that is not floating point or not finite, or None."""
     for name, tensor in load_file(folder / WEIGHTS).items():
         if not tensor.is_floating_point():
@@ -79,7 +79,7 @@ def _has_changed(folder: Path, name: str, recorded: dict[str, str]) -> bool:
 
 def _read_checksums(folder: Path) -> dict[str, str]:
     if (folder / RECORD).is_file():
-        return check_type(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
+        return read_value(folder / RECORD, "checksums", dict[str, str] | None) or {}
     return read_recorded_checksums(folder)
 
 

@@ -10,18 +10,18 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from trainer.checkpoint.adapter_files import describe_adapter_damage
 from trainer.checkpoint.checkpoint_files import list_checkpoints
 from trainer.checkpoint.identity import ALLOW_MISMATCH_OPTION, check_unchanged
-from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir, read_record
+from trainer.checkpoint.run_record import CONFIG, PROMPT_TEXT, RUN, STARTED_IN, find_run_dir
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import describe_first_error
-from trainer.config.files import check_type, read_json, read_json_or_default, read_safetensors_header
+from trainer.config.files import read_json, read_json_or_default, read_safetensors_header, read_value
 from trainer.contract.object_store import open_run
 from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.base import load_base_model, load_tokenizer, resize_to_vocabulary
@@ -35,6 +35,16 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "adapter_path", "reference")
 """Settings, in any section, that may contain the path of an input."""
 BASE_MODEL_HELP = "location of the base model, if it was moved"
+
+
+def _check_prompt_format(text: str) -> str:
+    with suppress(AttributeError, IndexError, KeyError, ValueError):
+        if "\0" in text.format(system="", prompt="\0"):
+            return text
+    raise ValueError("must contain {prompt}, and no other placeholder except {system}")
+
+
+PromptFormat = Annotated[str, AfterValidator(_check_prompt_format)]
 
 
 @dataclass(frozen=True)
@@ -117,8 +127,10 @@ def _report_layers_without_adapter(folder: Path, base_model: str) -> None:
 def _read_config(run_dir: Path) -> RunConfig:
     """Return the run's settings. Relative paths that exist in its working directory become absolute."""
     path = run_dir / CONFIG
-    settings = read_json(path)
-    started_in = check_type(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
+    settings, started_in = read_json(path), None
+    with suppress(FileNotFoundError):  # reported by `check_unchanged`, unless it is allowed
+        read_value(run_dir / RUN, PROMPT_TEXT, PromptFormat | None)
+        started_in = read_value(run_dir / RUN, STARTED_IN, str | None)
     if started_in and os.path.isdir(started_in):
         settings = _resolve_paths(settings, Path(started_in))
     try:
@@ -148,7 +160,7 @@ def find_prompt_format(run: FinishedRun, tokenizer: Any, *, raw: bool = False, c
     prompt_format: str | None = PLAIN_TEXT if raw else None
     with suppress(FileNotFoundError):
         if not raw and not chat:
-            prompt_format = check_type(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
+            prompt_format = read_value(run.run_dir / RUN, PROMPT_TEXT, PromptFormat | None)
     return prompt_format if prompt_format is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 

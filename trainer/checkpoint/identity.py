@@ -16,15 +16,15 @@ from pydantic import BaseModel
 from trainer.checkpoint.adapter_files import RECORD, SETTINGS, find_changed_files
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base, is_same_base
 from trainer.checkpoint.checkpoint_files import CheckpointChoice, choose_checkpoint, read_state
-from trainer.config import AUTO, RunConfig
+from trainer.config import AUTO, LoraSection, RunConfig
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.errors import UserErrors, to_text
-from trainer.config.files import check_type, read_json
+from trainer.config.files import read_value
 from trainer.config.yaml_core import read_yaml
 from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import compute_global_batch, resolve_global_batch
+from trainer.model.adapter import find_initial_adapter
 from trainer.model.base import load_model_config
-from trainer.model.model_source import find_cached_file
 
 ALLOW_MISMATCH_OPTION = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
@@ -87,7 +87,7 @@ def read_recorded_identity(folder: Path) -> Identity | None:
     """Return the identity recorded with a checkpoint or finished run; None for any other adapter."""
     state = folder / "state.json"
     file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
-    return check_type(read_json(file).get(key), file, Identity | None) if file.is_file() else None
+    return read_value(file, key, Identity | None) if file.is_file() else None
 
 
 def find_differences(recorded: Identity, current: Identity, name: str) -> list[Difference]:
@@ -222,7 +222,7 @@ def _collect_comparable_settings(config: RunConfig) -> dict[str, Any]:
     if config.lora.adapter_path is not None:
         # The initial adapter's settings replace the section's settings.
         values["lora"] = {name: value for name, value in values["lora"].items() if name not in PEFT_NAMES.values()}
-        values["lora"] |= _read_initial_adapter_settings(config.lora.adapter_path)
+        values["lora"] |= _read_initial_adapter_settings(config.lora)
     values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
     disabled = {
         "lora": config.adapter == "none",
@@ -249,12 +249,9 @@ def _normalize_value(name: str, value: Any) -> Any:
     return value
 
 
-def _read_initial_adapter_settings(adapter_path: str) -> dict[str, Any]:
-    folder = Path(adapter_path).expanduser()
-    if not folder.exists():
-        if (cached := find_cached_file(adapter_path, SETTINGS, None)) is None:
-            return {}
-        folder = cached.parent
+def _read_initial_adapter_settings(lora: LoraSection) -> dict[str, Any]:
+    if (folder := find_initial_adapter(lora)) is None:
+        return {}
     saved = read_adapter_settings(folder)
     settings = {setting: saved[name] for name, setting in PEFT_NAMES.items() if name in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")

@@ -11,9 +11,15 @@ from trainer.data.step_count import (
     resolve_eval_and_save_steps,
     resolve_global_batch,
 )
-from trainer.model.adapter import apply_adapter, build_capacity_warning, list_rank_warnings, summarize_adapted_layers
+from trainer.model.adapter import (
+    apply_empty_adapter,
+    build_capacity_warning,
+    list_rank_warnings,
+    summarize_adapted_layers,
+)
 from trainer.model.stored_settings import find_stored_format
 from trainer.model.targets import describe_unadapted_layers
+from trainer.parallel.engine.adapter_choice import DEFAULT
 from trainer.patches.mamba import describe_unadapted_weights
 from trainer.setup.kinds import find_model_kind
 
@@ -26,17 +32,17 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         return shared + [f"{name}: {line}" for name, lines in named for line in lines if line not in shared]
     config = config.fit_max_length(prepared.context_length)
     model, lines = find_model_kind(config).describe(config, prepared)
-    trained = None
+    trained, rank = None, config.lora.r
     if config.adapter == "none":
         lines.append("adapter: none, all weights are trained")
     else:
-        trained, adapter_lines = _describe_adapter(config, model)
+        trained, rank, adapter_lines = _describe_adapter(config, model)
         lines += adapter_lines
     lines += [note if note.startswith("warning: ") else f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.format_summary()]
     samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks)
     if trained is not None and samples is not None:
-        warning = build_capacity_warning(trained, prepared.data.stats.target_tokens, config.lora.r)
+        warning = build_capacity_warning(trained, prepared.data.stats.target_tokens, rank)
         lines += [f"warning: {warning}"] if warning else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, data_ranks), samples, data_ranks)
     lines.append(f"steps: {describe_steps(resolved.training, samples, data_ranks)}")
@@ -45,12 +51,11 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
     return lines
 
 
-def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
+def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, int, list[str]]:
     size = sum(parameter.numel() for parameter in model.parameters())
-    # A model without weights cannot be given initial values.
-    plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
-    dtype = next(model.parameters()).dtype
-    peft_model = apply_adapter(model, plain, dtype, task_type=find_model_kind(config).find_task_class(config).peft_type)
+    dtype, task_type = next(model.parameters()).dtype, find_model_kind(config).find_task_class(config).peft_type
+    peft_model = apply_empty_adapter(model, config.lora, dtype, task_type=task_type)
+    rank = peft_model.peft_config[DEFAULT].r
     adapted = summarize_adapted_layers(peft_model)
     trained = sum(layer.parameters for layer in adapted)
     where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
@@ -61,6 +66,6 @@ def _describe_adapter(config: RunConfig, model: Any) -> tuple[int, list[str]]:
     else:
         base = "an unquantized base"
     part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
-    lines = [f"adapter: r={config.lora.r} on {base}, {part}: {where}"]
+    lines = [f"adapter: r={rank} on {base}, {part}: {where}"]
     lines += list_rank_warnings(config.lora) + describe_unadapted_layers(peft_model, config.lora)
-    return trained, lines + describe_unadapted_weights(peft_model)
+    return trained, rank, lines + describe_unadapted_weights(peft_model)

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     from trainer.setup.preflight import prepare_to_resume
 
     silence_libraries()
-    prepared, resumption = prepare_to_resume(loaded.config, arguments.ranks, report=PROGRESS.show, for_training=False)
+    prepared, resumption = prepare_to_resume(loaded.config, ranks, report=PROGRESS.show, for_training=False)
     for warning in resumption.warnings:
         print(f"warning: {warning}")
     for line in describe_run(loaded.config, prepared, ranks):

@@ -13,7 +13,7 @@ SETTINGS_FILE = "adapter_config.json"
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision", "projector")
 """Names of the modules that map image features to a language model's embeddings."""
 Names = list[str] | str | None
-Number = int | Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)] | int
 Rank = Annotated[int, Field(gt=0)]
 
 

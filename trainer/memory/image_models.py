@@ -20,7 +20,7 @@ from trainer.memory.model_widths import read_weights
 from trainer.memory.observed import Meter, substitute_attention
 from trainer.memory.planner import Changes, DataSize, Planner
 from trainer.memory.stored_weights import ModelShapes
-from trainer.model.adapter import apply_adapter
+from trainer.model.adapter import apply_empty_adapter
 from trainer.patches.model_properties import ModelProperties
 from trainer.tasks.images.model import ImageModel
 from trainer.tasks.images.pipeline import Pipeline
@@ -92,9 +92,8 @@ def _build_meta_model(pipeline: Pipeline, lora: Any) -> Any:
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
-    new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
     with init_empty_weights():
-        return apply_adapter(model, new_adapter, torch.float32, task_type=None)
+        return apply_empty_adapter(model, lora, torch.float32, task_type=None)
 
 
 def observe_activations(

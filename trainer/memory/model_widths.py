@@ -13,7 +13,7 @@ from torch import nn
 from trainer.config import LoraSection, ModelSection
 from trainer.memory.observed import empty_duplicate_layers
 from trainer.memory.stored_weights import ModelShapes, Weight
-from trainer.model.adapter import apply_adapter
+from trainer.model.adapter import apply_empty_adapter
 from trainer.model.base import build_empty_model
 from trainer.model.model_kind import find_output_layer, is_mxfp4
 from trainer.model.reached_layers import find_decoder_layers
@@ -37,10 +37,8 @@ def read_shapes(
     head, properties = find_output_layer(model), inspect_base_model(model, frozen_norms=lora is not None)
     rows, hidden = model.get_input_embeddings().weight.shape
     if lora is not None:
-        # The files of an initial adapter are not needed: the settings contain its rank and targets.
-        new_adapter = lora.model_copy(update={"adapter_path": None, "init": "default"})
         with init_empty_weights():
-            model = apply_adapter(model, new_adapter, torch.float32)
+            model = apply_empty_adapter(model, lora, torch.float32)
     unfused_head = describe_head_problem(model)
     blocks = list(find_decoder_layers(model)[1])
     weights = tuple(read_weights(model, blocks, head, in_mxfp4=in_mxfp4, stored=stored))

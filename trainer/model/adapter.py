@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, UserError
-from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import read_safetensors_header
 from trainer.model.expert_targets import matches_path
 from trainer.model.model_kind import has_score_head
+from trainer.model.model_source import find_cached_file
 from trainer.model.reached_layers import probe_gradient_coverage
 from trainer.model.saved_adapter import (
     check_reloadable,
@@ -106,6 +107,7 @@ def apply_adapter(
     *,
     base_model: str = "",
     task_type: str | None = "CAUSAL_LM",
+    empty: bool = False,
 ) -> Any:
     """Add a new adapter in `dtype`, or load the adapter at `lora.adapter_path`.
 
@@ -119,7 +121,7 @@ def apply_adapter(
     if task_type and has_score_head(model.config):
         task_type = "SEQ_CLS"  # PEFT then trains and saves the score head
     if lora.adapter_path:
-        adapted = load_initial_adapter(model, lora)
+        adapted = load_initial_adapter(model, lora, empty=empty)
     else:
         token_ids = {path: added_token_ids for path in find_token_layers(model, lora)} if added_token_ids else None
         targets, excluded = resolve_targets(model, lora), build_exclusion_pattern(model, lora)
@@ -145,10 +147,27 @@ def apply_adapter(
     return adapted
 
 
-def load_initial_adapter(model: Any, lora: LoraSection) -> Any:
+def apply_empty_adapter(
+    model: Any, lora: LoraSection, dtype: torch.dtype, *, task_type: str | None = "CAUSAL_LM"
+) -> Any:
+    """Add the adapter to a model without weights, with the shapes of an initial adapter on this machine."""
+    plain = lora.model_copy(update={"init": "default", "adapter_path": find_initial_adapter(lora)})
+    return apply_adapter(model, plain, dtype, task_type=task_type, empty=True)
+
+
+def find_initial_adapter(lora: LoraSection) -> Path | None:
+    """Return the folder of the adapter at `lora.adapter_path`, which may be in the Hub's cache, or None."""
+    if not lora.adapter_path or Path(lora.adapter_path).is_dir():
+        return Path(lora.adapter_path) if lora.adapter_path else None
+    cached = find_cached_file(lora.adapter_path, SETTINGS_FILE, None)
+    return None if cached is None else cached.parent
+
+
+def load_initial_adapter(model: Any, lora: LoraSection, *, empty: bool = False) -> Any:
     """Load the adapter at `lora.adapter_path`, also on the meta device. Raises UserError on a mismatch."""
     error_prefix = f"lora.adapter_path={lora.adapter_path}: does not match this model"
-    return load_adapter(model, str(lora.adapter_path), error_prefix=error_prefix, trainable=True, dropout=lora.dropout)
+    options: dict[str, Any] = {"error_prefix": error_prefix, "trainable": True, "dropout": lora.dropout, "empty": empty}
+    return load_adapter(model, str(lora.adapter_path), **options)
 
 
 def apply_adapters(
@@ -275,8 +294,8 @@ def summarize_adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
 
 
 def list_rank_warnings(lora: LoraSection) -> list[str]:
-    path = Path(lora.adapter_path or "")
-    if not lora.adapter_path or not path.is_dir() or (rank := int(read_adapter_settings(path)["r"])) == lora.r:
+    path = find_initial_adapter(lora)
+    if path is None or (rank := int(read_adapter_settings(path)["r"])) == lora.r:
         return []
     return [f"lora.r={lora.r}: ignored, because the adapter at {lora.adapter_path} has r={rank}"]
 

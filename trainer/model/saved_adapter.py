@@ -42,11 +42,12 @@ def load_adapter(
     trainable: bool = False,
     dropout: float = 0.0,
     in_fp32: bool = False,
+    empty: bool = False,
 ) -> Any:
     """Load an adapter from a folder or the Hub into the model, with our forward pass for adapted experts.
 
     `dropout` is the dropout in training; PEFT's config cannot store it together with `target_parameters`. `in_fp32`
-    converts a 16-bit adapter to fp32.
+    converts a 16-bit adapter to fp32. `empty` adds the adapter without its tensors and without rows of new tokens.
 
     Raises:
         UserError: prefixed with `error_prefix`, if the file's tensors are not exactly those of the adapted model.
@@ -62,6 +63,8 @@ def load_adapter(
         if not isinstance(config, LoraConfig):
             raise ValueError(f"peft_type is {config.peft_type}, not LORA")
         config.inference_mode, config.base_model_name_or_path = not trainable, None
+        if empty:  # other initial values need the weights
+            config.init_lora_weights, config.trainable_token_indices = True, None
         parameters, excluded = set(config.target_parameters or ()), config.exclude_modules
         if not parameters:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
@@ -76,7 +79,8 @@ def load_adapter(
             config.target_parameters, config.exclude_modules = sorted(parameters), excluded
             config._custom_modules = None
             set_dropout(adapted, dropout)
-        _load_tensors(adapted, folder)
+        if not empty:
+            _load_tensors(adapted, folder)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not match a model

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.adapter_files import describe_adapter_damage, describe_untrainable_tensor
+from trainer.checkpoint.adapter_files import describe_adapter_damage
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
 from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, prefix_errors
@@ -147,7 +147,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
         if not (Path(path) / SETTINGS_FILE).exists():
             problem = "is a file" if Path(path).is_file() else f"has no {SETTINGS_FILE}"
             raise UserError(f"lora.adapter_path={path}: {problem}; use the folder of a PEFT adapter")
-        if damage := describe_adapter_damage(Path(path)) or describe_untrainable_tensor(Path(path)):
+        if damage := describe_adapter_damage(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {damage}")
     elif path:
         _check_adapter_on_hub(path)
