@@ -364,6 +364,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "two forms": (
         {"chosen": [ASK, said("assistant", "a")], "rejected": "b"}, "record 2: one of chosen and rejected is a string",
     ),
+    "two forms after a prompt": (
+        PAIR | {"rejected": [said("assistant", "b")]}, "record 2: one of chosen and rejected is a string",
+    ),
 }  # fmt: skip
 
 

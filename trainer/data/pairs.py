@@ -45,6 +45,8 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
     """
     fields = TrackedFields(record)
     answers = [_read_answer(fields, fmt.names[name], origin) for name in SIDES]
+    if type(answers[0]) is not type(answers[1]):
+        raise UserError(f"{origin}: one of chosen and rejected is a string and the other a list; use one type for both")
     margin = fields.get(name := fmt.names["margin"]) or 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
         problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}"
@@ -158,8 +160,6 @@ def _find_common_prefix(answers: Sequence[Any], origin: str) -> Any:
     equal = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     if isinstance(chosen, str) and isinstance(rejected, str):
         return chosen[: max(0, chosen.rfind(" ", 0, equal), chosen.rfind("\n", 0, equal))]
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise UserError(f"{origin}: one of chosen and rejected is a string and the other a list; use one type for both")
     if not equal:
         raise UserError(f"{origin}: chosen and rejected begin with different turns; begin both with the same prompt")
     return chosen[:equal]
