@@ -9,6 +9,9 @@ from trainer.config import UserError
 from trainer.config.errors import to_text
 from trainer.data.formats import RecordFormat, describe_type
 from trainer.data.records import (
+    MASK_FIELDS,
+    WEIGHT_FIELDS,
+    Conversation,
     PlainText,
     SingleExample,
     TrackedFields,
@@ -125,7 +128,19 @@ def _join_answer(
         raise UserError(f"{origin}: {name} ends with a {last['role']} turn; add an answer, or remove the record")
     if not last["content"].strip() and not last.get("tool_calls"):
         raise UserError(f"{origin}: {name} is empty; add an answer, or remove the record")
+    _check_weights(answer, turns, name, origin)
     return turns or PlainText(prepend_system_prompt(prompt, fields, fmt, origin, system), answer)
+
+
+def _check_weights(answer: Any, turns: Conversation | None, name: str, origin: str) -> None:
+    """Raise UserError if an assistant turn of an answer has a weight below 1."""
+    if turns is None or not isinstance(answer, list):
+        return
+    for turn, message in zip(answer, turns.messages[-len(answer) :], strict=True):
+        for key in (*WEIGHT_FIELDS, *MASK_FIELDS) if message["role"] == "assistant" else ():
+            if turn.get(key) is not None and turn[key] != (key in WEIGHT_FIELDS):
+                problem = "the answers of pairs and labeled answers are trained as a whole; remove the field"
+                raise UserError(f"{origin}: {name} has a turn with {key}={to_text(turn[key])}: {problem}")
 
 
 def _read_answer(record: Mapping[str, Any], name: str, origin: str) -> Any:
