@@ -250,6 +250,20 @@ def test_what_is_no_file(name: str) -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_no_file_in_a_folder(streaming: bool) -> None:
+    write("folder/b.jsonl", LINE)
+    file = Path("folder/a.jsonl")
+    file.symlink_to("missing.jsonl")
+    with pytest.raises(UserError, match=r"dataset.path=folder: a.jsonl is a broken link; fix or remove it"):
+        read("folder", streaming=streaming)
+    assert len(read("folder", streaming=streaming, data_files=["b.jsonl"])) == 1
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match=r"dataset.path=folder: a.jsonl is a pipe, socket or device; replace or"):
+        read("folder", streaming=streaming)
+
+
 @contextmanager
 def without_rights() -> Iterator[None]:
     """As a user who is not root, whom no file refuses; in a folder that others may enter."""
