@@ -163,6 +163,11 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
         '{"text": ' + "9" * 5000 + "}\n",
         ("line 1 of a.jsonl cannot be parsed as JSON",),
     ),
+    "a repeated key": (
+        "a.jsonl",
+        LINE + '{"text": "a", "text": "b"}\n',
+        ("line 2 of a.jsonl cannot be parsed as JSON (repeated key 'text'); fix or remove it",),
+    ),
     "HTML": ("a.json", "<!DOCTYPE html>\n<html></html>\n", ("line 1 of a.json is not JSON",)),
     "a Git LFS pointer": (
         "a.jsonl",
