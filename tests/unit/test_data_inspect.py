@@ -128,9 +128,16 @@ def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[st
     assert "prompts as well as answers" in shown(capsys, *settings[1:], "dataset.train_on=all")
 
 
+def test_dropped_answers_and_prompts_of_one_token_give_no_false_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.csv").write_text("prompt,completion\na,x\n,b\nc,\n")
+    out = shown(capsys, "dataset.path=a.csv")
+    assert "3 of them trained (60.0%); 1 dropped" in out and "records are dropped" in out
+    assert out.count("warning: ") == 1
+
+
 def test_warns_of_nothing_trained() -> None:
     nothing = DataStats(records=1, documents=1, samples=1, tokens=3, max_length=8)
-    found = list_mask_warnings(nothing)
+    found = list_mask_warnings(nothing, ["all"])
     assert len(found) == 1 and found[0].startswith("0 % of the tokens are trained")
 
 

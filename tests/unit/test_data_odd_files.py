@@ -163,6 +163,11 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
         '{"text": ' + "9" * 5000 + "}\n",
         ("line 1 of a.jsonl cannot be parsed as JSON",),
     ),
+    "a repeated key": (
+        "a.jsonl",
+        LINE + '{"text": "a", "text": "b"}\n',
+        ("line 2 of a.jsonl cannot be parsed as JSON (repeated key 'text'); fix or remove it",),
+    ),
     "HTML": ("a.json", "<!DOCTYPE html>\n<html></html>\n", ("line 1 of a.json is not JSON",)),
     "a Git LFS pointer": (
         "a.jsonl",
@@ -248,6 +253,20 @@ def test_what_is_no_file(name: str) -> None:
         read(make_special(name))
     assert SPECIAL[name] in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_no_file_in_a_folder(streaming: bool) -> None:
+    write("folder/b.jsonl", LINE)
+    file = Path("folder/a.jsonl")
+    file.symlink_to("missing.jsonl")
+    with pytest.raises(UserError, match=r"dataset.path=folder: a.jsonl is a broken link; fix or remove it"):
+        read("folder", streaming=streaming)
+    assert len(read("folder", streaming=streaming, data_files=["b.jsonl"])) == 1
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match=r"dataset.path=folder: a.jsonl is a pipe, socket or device; replace or"):
+        read("folder", streaming=streaming)
 
 
 @contextmanager

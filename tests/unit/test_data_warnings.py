@@ -40,7 +40,7 @@ def write_chats(name: str, *answers: str) -> None:
 def test_empty_answers(tokenizer: PreTrainedTokenizerBase, write: Any) -> None:
     write("a.jsonl", *["red"] * 99, " ")
     assert not [warning for warning in stats_of(tokenizer).list_warnings() if "empty" in warning]
-    write("a.jsonl", *["red"] * 98, "", "\n")
+    write("a.jsonl", *["red"] * 98, " ", "\n")
     assert "2 of 100 answers are empty; they teach the model not to answer" in stats_of(tokenizer).list_warnings()
     assert (
         "warning: 2 of 100 answers are empty; they teach the model not to answer"
@@ -113,7 +113,6 @@ def test_copies_and_held_out_data_that_is_trained_on(tokenizer: PreTrainedTokeni
 def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
     write_pairs("a.jsonl", *["red"] * 8, "red " * 30, "")
     assert stats_of(tokenizer, max_length=16).list_warnings() == [
-        "1 of 10 answers are empty; they teach the model not to answer",
         "11.1% of the documents are truncated to fit dataset.max_length=16",
         "10.0% of the records are dropped because they have no trained tokens",
     ]

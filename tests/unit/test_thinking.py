@@ -92,6 +92,23 @@ def test_calls_after_reasoning(form: type) -> None:
         assert trained_texts(tokenizer, document) == [f"{thought}{written}{END}"]
 
 
+ANSWERS = {
+    "two blocks": ("<think>a b c</think>\n<think>dog cat</think>\nc", [f"c{END}"], "c"),
+    "after text": ("ok <think>late</think> more", ["ok", f"more{END}"], "ok more"),
+    "without a beginning": ("a b</think>c <think>d</think>", ["c", END], "c "),
+    "without an end": ("ok <think>a b", ["ok", END], "ok "),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_block_of_reasoning_is_masked_or_removed(name: str) -> None:
+    content, trained, stripped = ANSWERS[name]
+    tokenizer, talk = make_tokenizer(CHATML, END), [TALK[0], turn("assistant", content)]
+    assert trained_texts(tokenizer, encode(tokenizer, talk, thinking="mask")) == trained
+    assert trained_texts(tokenizer, encode(tokenizer, talk, thinking="strip")) == [f"{stripped}{END}"]
+    assert trained_texts(tokenizer, encode(tokenizer, talk)) == [f"{content}{END}"]
+
+
 @pytest.mark.parametrize("train_on", ["all", "user,assistant"])
 def test_masked_reasoning_is_never_trained(train_on: str) -> None:
     tokenizer = tokenizer_of("seed-oss")

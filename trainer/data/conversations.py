@@ -160,12 +160,13 @@ class _RenderedChat:
         """Warn if the template drops reasoning or system turns. Raise UserError if it drops anything else."""
         for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
-            _, inline, _, text = split_reasoning(message)
-            for reasoning in (inline, str(message.get("reasoning_content") or "")):
+            pieces = split_reasoning(message)
+            for reasoning in (*pieces[2::4], str(message.get("reasoning_content") or "")):
                 if not self._is_rendered(reasoning, turn, self._marked.reasoning):
                     self.warnings[DROPPED_REASONING] = None
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
-            if self._is_rendered(text, turn, self._marked.texts) and all(name in self.text for name in calls):
+            texts_are_rendered = all(self._is_rendered(text, turn, self._marked.texts) for text in pieces[::4])
+            if texts_are_rendered and all(name in self.text for name in calls):
                 if len(calls) > 1 and not self._template.writes_parallel_calls:
                     problem = f"renders one tool call per turn, but turn {turn + 1} has {len(calls)}"
                     raise UserError(f"{self._origin}: the chat template {problem}; write each as a separate turn")
@@ -208,7 +209,7 @@ class _RenderedChat:
 
     def mask_reasoning(self) -> None:
         """Exclude reasoning from training. Raises UserError if it cannot be located in the rendered text."""
-        has_thoughts = any("</think>" in str(turn) or "reasoning_content" in turn for turn in self._chat)
+        has_thoughts = any("think>" in str(turn) or "reasoning_content" in turn for turn in self._chat)
         if has_thoughts and not self._texts_are_marked:
             problem = "dataset.thinking: mask cannot locate the reasoning in this chat template"
             raise UserError(f"{self._origin}: {problem}; {CHAT_TEMPLATE_FIX}")

@@ -30,9 +30,9 @@ class DataStats:
     """Statistics for one pass over the data. Unless noted, counts cover the documents that are trained on.
 
     `records`: all records read. `truncated`: documents cut to max_length. `dropped`: records without a trained token,
-    before or after truncation. `too_long`: records dropped because of their length. `empty`: empty `answers`.
-    `control`: conversations with special tokens in a turn's text. `copies`: documents equal to an earlier one or, in
-    held-out data, to a training document.
+    before or after truncation. `too_long`: records dropped because of their length. `empty`: empty `answers`
+    (both without dropped records). `control`: conversations with special tokens in a turn's text. `copies`: documents
+    equal to an earlier one or, in held-out data, to a training document.
     """
 
     records: int = 0
@@ -218,6 +218,7 @@ def _build_samples(
     is_uncut = (record_columns["rejected"] > 0) | (record_columns["image_tokens"] > 0)
     too_long &= (section.too_long == "drop") | is_uncut
     dropped = (record_columns["targets"] == 0) & ~record_columns["skipped"] & ~too_long
+    is_kept = record_columns["targets"] > 0
     # Parts of a split text count as one record.
     before_first = columns["continued"][: records[dropped.argmax()] + 1] if dropped.any() else np.ones(0, dtype=bool)
     unique = np.unique(members)  # repeats due to mix weights are intended
@@ -244,8 +245,8 @@ def _build_samples(
         undesirable=int((member_columns["label"] < 0).sum()),
         margins=int((member_columns["margin"] != 0).sum()),
         with_images=int((member_columns["image_tokens"] > 0).sum()),
-        answers=int(record_columns["answers"].sum()),
-        empty=int(record_columns["empty"].sum()),
+        answers=int(record_columns["answers"][is_kept].sum()),
+        empty=int(record_columns["empty"][is_kept].sum()),
         control=int(record_columns["control"].sum()),
         truncated=int(member_columns["truncated"].sum()),
         image_tokens=int(member_columns["image_tokens"].sum()),

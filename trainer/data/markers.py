@@ -21,8 +21,8 @@ TURN_KEY = "zerolora_turn"
 # Noncharacters, which no valid text contains (https://www.unicode.org/faq/private_use.html#noncharacters).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKER = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|(?:end)?(?:text|reasoning)):(\\d*){_CLOSE}")
-# An answer that begins with reasoning, as models write it and templates split it.
-_INLINE_REASONING = re.compile(r"(\s*(?:<think>\s*)?)(.*?)(\s*</think>)(.*)", re.DOTALL)
+# Reasoning in an answer. The first block may lack <think>, which the prompt may contain; the last may lack </think>.
+_INLINE_REASONING = re.compile(r"(\A(?=(?:(?!<think>).)*?</think>)|<think>\s*)(.*?)(\s*</think>\s*|\Z)", re.DOTALL)
 # The tags around reasoning, with adjacent whitespace.
 _OPEN_TAG, _CLOSE_TAG = r"[<\[][\w:|]*think[\w:|]*[>\]]", r"[<\[]/[\w:|]*think[\w:|]*[>\]]"
 _OPENED, _CLOSED = re.compile(rf"\s*{_OPEN_TAG}\s*\Z", re.IGNORECASE), re.compile(rf"\s*{_CLOSE_TAG}\s*", re.IGNORECASE)
@@ -87,24 +87,25 @@ def mark_template(source: str) -> str:
 
 def mark_message(message: Mapping[str, Any]) -> dict[str, Any]:
     marked, turn = dict(message), message[TURN_KEY]
-    before, reasoning, after, text = split_reasoning(message)
-    marked["content"] = before + _mark_text("reasoning", reasoning, turn) + after + _mark_text("text", text, turn)
+    pieces = split_reasoning(message)
+    for kind, start in (("text", 0), ("reasoning", 2)):
+        pieces[start::4] = [_mark_text(kind, piece, turn) for piece in pieces[start::4]]
+    marked["content"] = "".join(pieces)
     if isinstance(message.get("reasoning_content"), str):
         marked["reasoning_content"] = _mark_text("reasoning", message["reasoning_content"], turn)
     return marked
 
 
-def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Split the content of a message into `<think>`, reasoning, `</think>` and text; the first three may be empty."""
+def split_reasoning(message: Mapping[str, Any]) -> list[str]:
+    """Split the content of a message into text, `<think>`, reasoning, `</think>`, text and so on; any may be empty."""
     content: str = message["content"]
-    inline = _INLINE_REASONING.fullmatch(content) if message["role"] == "assistant" and "</think>" in content else None
-    return (inline[1], inline[2], inline[3], inline[4]) if inline else ("", "", "", content)
+    return _INLINE_REASONING.split(content) if message["role"] == "assistant" and "think>" in content else [content]
 
 
 def strip_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    *thought, text = split_reasoning(message)
+    pieces = split_reasoning(message)
     stripped = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return stripped | ({"content": text.lstrip()} if any(thought) else {})
+    return stripped | ({"content": "".join(pieces[::4]).lstrip()} if len(pieces) > 1 else {})
 
 
 def find_reasoning_spans(marked: ChatSpans) -> list[tuple[int, int]]:

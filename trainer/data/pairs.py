@@ -9,6 +9,9 @@ from trainer.config import UserError
 from trainer.config.errors import to_text
 from trainer.data.formats import RecordFormat, describe_type
 from trainer.data.records import (
+    MASK_FIELDS,
+    WEIGHT_FIELDS,
+    Conversation,
     PlainText,
     SingleExample,
     TrackedFields,
@@ -45,6 +48,8 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
     """
     fields = TrackedFields(record)
     answers = [_read_answer(fields, fmt.names[name], origin) for name in SIDES]
+    if type(answers[0]) is not type(answers[1]):
+        raise UserError(f"{origin}: one of chosen and rejected is a string and the other a list; use one type for both")
     margin = fields.get(name := fmt.names["margin"]) or 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
         problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}"
@@ -123,7 +128,19 @@ def _join_answer(
         raise UserError(f"{origin}: {name} ends with a {last['role']} turn; add an answer, or remove the record")
     if not last["content"].strip() and not last.get("tool_calls"):
         raise UserError(f"{origin}: {name} is empty; add an answer, or remove the record")
+    _check_weights(answer, turns, name, origin)
     return turns or PlainText(prepend_system_prompt(prompt, fields, fmt, origin, system), answer)
+
+
+def _check_weights(answer: Any, turns: Conversation | None, name: str, origin: str) -> None:
+    """Raise UserError if an assistant turn of an answer has a weight below 1."""
+    if turns is None or not isinstance(answer, list):
+        return
+    for turn, message in zip(answer, turns.messages[-len(answer) :], strict=True):
+        for key in (*WEIGHT_FIELDS, *MASK_FIELDS) if message["role"] == "assistant" else ():
+            if turn.get(key) is not None and turn[key] != (key in WEIGHT_FIELDS):
+                problem = "the answers of pairs and labeled answers are trained as a whole; remove the field"
+                raise UserError(f"{origin}: {name} has a turn with {key}={to_text(turn[key])}: {problem}")
 
 
 def _read_answer(record: Mapping[str, Any], name: str, origin: str) -> Any:
@@ -158,8 +175,6 @@ def _find_common_prefix(answers: Sequence[Any], origin: str) -> Any:
     equal = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     if isinstance(chosen, str) and isinstance(rejected, str):
         return chosen[: max(0, chosen.rfind(" ", 0, equal), chosen.rfind("\n", 0, equal))]
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise UserError(f"{origin}: one of chosen and rejected is a string and the other a list; use one type for both")
     if not equal:
         raise UserError(f"{origin}: chosen and rejected begin with different turns; begin both with the same prompt")
     return chosen[:equal]

@@ -61,7 +61,7 @@ def find_data_files(source: SourceSection, path: Path, split: str, label: str) -
             raise UserError(describe_missing_split(label, split, to_text(source.path)))
         return [path]
     try:
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and get_data_suffix(file) in READERS]
+        files = [file for file in sorted(path.rglob("*")) if get_data_suffix(file) in READERS and not file.is_dir()]
         next(path.iterdir(), None)  # raises for an unreadable folder, which rglob skips silently
     except OSError as error:
         raise UserError(f"{where}: the folder cannot be read ({error.strerror}); fix its permissions") from None
@@ -106,6 +106,10 @@ def _select_named_files(source: SourceSection, path: Path, files: list[Path], la
 
 
 def _check_one_kind(files: list[Path], where: str) -> list[Path]:
+    for file in files:
+        if not file.is_file():
+            problem = "is a broken link; fix" if file.is_symlink() else "is a pipe, socket or device; replace"
+            raise UserError(f"{where}: {file.name} {problem} or remove it")
     readers = sorted({READERS[get_data_suffix(file)] for file in files})
     if len(readers) > 1:
         raise UserError(f"{where}: has files of several kinds ({', '.join(readers)}); use one file, or dataset.mix")

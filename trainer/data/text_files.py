@@ -175,7 +175,7 @@ def _read_json_records(file: Path, where: str) -> Iterator[str]:
 def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
     """Parse the JSON that starts at `line` of a file. Raises UserError if it is invalid."""
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         several = error.msg == "Extra data"
         if several and text.lstrip().startswith("[") and error.lineno > 1:
@@ -184,9 +184,20 @@ def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
         fix = "write one record per line" if several else "fix or remove it"
         place = f"{where}: line {line + error.lineno - 1} of {file.name}"
         raise UserError(f"{place} is not JSON ({problem}, column {error.colno}); {fix}") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of more than 4300 digits
+    except (RecursionError, ValueError) as error:  # too deep, a number of more than 4300 digits, or a repeated key
         place = f"{where}: line {line} of {file.name}"
         raise UserError(f"{place} cannot be parsed as JSON ({error}); fix or remove it") from None
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"repeated key {next(key for key in keys if keys.count(key) > 1)!r}")
+    return built
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_build_object)
 
 
 def _describe_wrong_type(value: Any) -> str:

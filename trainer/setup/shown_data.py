@@ -1,6 +1,6 @@
 """Print a run's data for `zerolora inspect`: text (including pairs, and text with images) or images."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -46,12 +46,12 @@ def show_text(config: RunConfig, console: Console, *, examples: int, step: int |
     if step:
         _show_step(config, data, tokenizer, console, step, ranks)
     else:
-        _show_examples(data, tokenizer, console, examples=examples)
+        _show_examples(config, data, tokenizer, console, examples=examples)
     if config.preference.share_prompt and isinstance(data.train, Samples):
         console.print(f"shared prompts save {measure_savings(data.train):.1%} of the tokens")
 
 
-def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
+def _show_examples(config: RunConfig, data: PreparedData, tokenizer: Any, console: Console, *, examples: int) -> None:
     if isinstance(data.train, Samples):
         samples, stats = [data.train[index] for index in range(min(examples, len(data.train)))], data.stats
     else:
@@ -64,7 +64,7 @@ def _show_examples(data: PreparedData, tokenizer: PreTrainedTokenizerBase, conso
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
         console.print(f"first {len(samples)} samples: {stats.trained_fraction:.1%} of the tokens are trained on")
-    for warning in list_mask_warnings(stats):
+    for warning in list_mask_warnings(stats, config.dataset.train_on):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
 
 
@@ -119,12 +119,12 @@ def show_images(config: RunConfig, console: Console, *, examples: int, step: int
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def list_mask_warnings(stats: DataStats) -> list[str]:
+def list_mask_warnings(stats: DataStats, train_on: Sequence[str]) -> list[str]:
     messages = []
     predictable = stats.tokens - stats.documents  # the first token of a document is never predicted
     if stats.target_tokens == 0:
         messages.append("0 % of the tokens are trained on; check dataset.train_on and the examples above")
-    elif stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
+    elif {"user", "all"} & set(train_on) and stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
         messages.append("100 % of the tokens are trained on, prompts as well as answers; check dataset.train_on")
     return messages
 
