@@ -12,6 +12,7 @@ from trainer.config import UserError
 from trainer.data.conversations import ChatEncoder, load_chat_template
 from trainer.data.formats import RecordFormat
 from trainer.data.records import Conversation, PlainText, read_record
+from trainer.data.samples import Sample
 from trainer.data.tokens import EncodedDocument, encode_spans, encode_texts
 
 # A system prompt of its own, written with the first turn.
@@ -119,7 +120,7 @@ TALK = [
 ]
 
 
-def trained_texts(tokenizer: PreTrainedTokenizerBase, encoded: EncodedDocument) -> list[str]:
+def trained_texts(tokenizer: PreTrainedTokenizerBase, encoded: EncodedDocument | Sample) -> list[str]:
     """The trained tokens, run by run, as text."""
     runs: list[list[int]] = [[]]
     for token, trained in zip(encoded.input_ids, encoded.loss_weights, strict=True):
