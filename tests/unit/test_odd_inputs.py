@@ -288,7 +288,7 @@ def test_status_reports_unreadable_metrics(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("lora_alpha", None, "lora_alpha: must be a whole number"),
+        ("lora_alpha", None, "lora_alpha: must be a number"),
         ("target_modules", 5, "target_modules: must be a list"),
         ("init_lora_weights", [], "init_lora_weights: must be true or false"),
         ("bias", [], "bias: must be 'none', 'all' or 'lora_only'"),
