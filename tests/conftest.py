@@ -61,13 +61,13 @@ def _refuse_skip(report: Report) -> Report:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark nightly tests as slow too, before `-m` selects: `-m "not slow"` then leaves both out."""
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.slow)
     places = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-    if SLOW_TESTS_SEED and items:
+    if items and SLOW_TESTS_SEED and config.option.markexpr.startswith("slow"):
         items.sort(key=lambda item: (places[item.path] - SLOW_TESTS_SEED) % len(places))
 
 
