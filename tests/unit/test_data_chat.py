@@ -362,12 +362,15 @@ def test_refuses_in_one_line(tokenizer: PreTrainedTokenizerBase, name: str) -> N
     assert [needle for needle in needles if needle not in str(caught.value)] == []
 
 
-def test_a_template_that_does_not_compile_names_itself(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_does_not_compile_names_itself(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"cannot be rendered .*set another"):
         encode(tokenizer, "{% for %}", TALK)
     nested = "{% for a in range(90000) %}{% for b in range(90000) %}x{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match=r"cannot be rendered \(rendering takes more than 3 seconds\)"):
         encode(tokenizer, nested, TALK)
+    monkeypatch.setattr("trainer.data.chat_template.MAX_RENDER_SECONDS", 60)  # a busy machine fills memory slowly
     doubled = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
     with pytest.raises(UserError, match=r"cannot be rendered \(rendering takes more than 1 GiB of memory\)"):
         encode(tokenizer, doubled, TALK)

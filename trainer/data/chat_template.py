@@ -40,10 +40,10 @@ def _limit_rendering() -> Iterator[None]:
 
     def check(number: int, frame: FrameType | None) -> None:
         memory.append(psutil.Process().memory_info().rss)
+        if memory[-1] - memory[0] > MAX_RENDER_BYTES:  # before the time, which filling memory takes too
+            raise RenderError(f"rendering takes more than {MAX_RENDER_BYTES >> 30} GiB of memory")
         if process_time() - started > MAX_RENDER_SECONDS:
             raise RenderError(f"rendering takes more than {MAX_RENDER_SECONDS} seconds")
-        if memory[-1] - memory[0] > MAX_RENDER_BYTES:
-            raise RenderError(f"rendering takes more than {MAX_RENDER_BYTES >> 30} GiB of memory")
 
     if current_thread() is not main_thread():  # only the main thread receives signals
         yield
