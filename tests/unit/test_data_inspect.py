@@ -44,7 +44,8 @@ def test_shows_trained_tokens_in_brackets_where_there_are_no_colours(capsys: pyt
     question, answer = (
         turn["content"] for turn in json.loads(Path("chats.jsonl").read_text().split("\n")[0])["messages"]
     )
-    assert out.count("⟦") == 2 and "example 2:" in out and "example 3:" not in out
+    assert out.count("⟦") == 4 and "example 2:" in out  # the titles have two of them
+    assert "example 3:" not in out
     assert f"⟦{answer}<|im_end|>⟧" in out and f"⟦{question}" not in out
     assert "train: 20 documents" in out and "warning" not in out
     assert not Path("run").exists()
@@ -54,7 +55,7 @@ def test_shows_weights_below_1_and_the_loss(capsys: pytest.CaptureFixture[str]) 
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue", "weight": 0.25}]
     Path("chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     out = shown(capsys, "training.loss=dft", "training.neftune_noise_alpha=5")
-    assert "⟦0.25: blue<|im_end|>⟧" in out and ", 4 trained" in out
+    assert "⟦0.25: blue<|im_end|>⟧" in out and ", 4 trained (" in out and "%, in ⟦⟧)" in out
     assert "loss: dft; noise on embeddings: 5" in out
 
 

@@ -247,7 +247,7 @@ def _list_placements(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
 def _choose_learning_rate(profile: Profile, steps: int) -> tuple[float, str]:
     full = 5e-5 if profile.parameters < 2e9 else 2e-5 if profile.parameters < 2e10 else 1e-5
     factor = 15 if steps < SHORT_RUN_STEPS else 10
-    why = f"{factor} times the usual rate for full fine-tuning of such a model"
+    why = f"{factor} times the usual rate for full fine-tuning"
     return float(f"{full * factor:.2g}"), why + ", since the run is short" * (factor > 10)
 
 

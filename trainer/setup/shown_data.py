@@ -149,8 +149,8 @@ def _build_panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int
         text.append(f"\n──── and {format_count(more, 'more document')} in this pack ────", style="cyan")
     tokens, trained_tokens = len(sample.input_ids), _count_targets(documents)
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
-    fraction = trained_tokens / tokens if tokens else 0.0
-    return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
+    trained = f"{trained_tokens} trained ({trained_tokens / max(tokens, 1):.0%}{', in ⟦⟧' * (not colors)})"
+    return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained}")
 
 
 def _draw_image(image: Any) -> Text:

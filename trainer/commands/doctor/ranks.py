@@ -58,7 +58,7 @@ def check_all_reduce(device: torch.device) -> Iterator[CheckResult]:
         found = f"{backend}: {int(wrong)} of {world * CHECKED_ELEMENTS} sums are wrong"
         yield CheckResult("all-reduce", "FAIL", found, fix)
         return
-    found = f"{backend}: {CHECKED_ELEMENTS} sums over {format_count(world, 'rank')} are exact"
+    found = f"{backend}: {CHECKED_ELEMENTS:,} sums over {format_count(world, 'rank')} are exact"
     yield CheckResult("all-reduce", "OK", found)
     if world == 1:
         return
