@@ -31,7 +31,7 @@ system:  ## Debian's packages that tests need: Chromium, SLURM, MPI, ssh
 nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the machine has none
 	@scripts/nvcc.sh
 
-demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 4 minutes on 2 CPU cores, less on GPUs
+demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 3 minutes on 2 CPU cores, less on GPUs
 	@overrides=$$(python -m examples.demo) && eval "zerolora train configs/demo.yaml $$overrides"
 
 demo-images: setup  ## a tiny Stable Diffusion learns to draw by night: minutes on 2 CPU cores
