@@ -19,7 +19,6 @@ from trainer.config.errors import find_nearest, to_text
 from trainer.config.yaml_core import parse_scalar
 from trainer.contract.home import ZEROLORA_HOME
 from trainer.contract.output_files import check_settings_file
-from trainer.model.model_source import check_source
 
 CONFIGS = ZEROLORA_HOME / "configs"
 HUB_TIMEOUT_S = 4.0
@@ -73,8 +72,8 @@ def init(
         if preset in PRESETS and is_pipeline != (preset in IMAGE_PRESETS):
             fix = f"use --preset {IMAGE_PRESETS[0] if is_pipeline else FALLBACK_PRESET}"
             raise UserError(f"--preset {preset}: does not fit --model {model}, which has a {found}; {fix}")
-    elif model and not model.startswith((".", "/", "~", "random:")) and not folder.is_file():
-        check_source("--model", model)
+    elif model and "://" in model:
+        raise UserError(f"--model {model}: is a URL; use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder")
     if model and Path(model).is_file() and Path(model).suffix != ".safetensors":
         raise UserError(f"--model {model}: is a file; use the folder of a saved model")
     name = _build_file_name(model) if model else preset

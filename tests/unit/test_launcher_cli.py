@@ -112,7 +112,7 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["init", "dpo"], "error: dpo: not an argument of this command; see `zerolora init --help`"),
         (["sweep", "c.yaml", "--lora.r=8,9"], f"error: --lora.r=8,9: not an option of `zerolora sweep`; {DASHES}"),
         (["init", "--preset", ""], "error: --preset: must not be empty"),
-        (["init", "--model", "hf.co/a/b/tree/main"], "error: --model=hf.co/a/b/tree/main: no such folder ("),
+        (["init", "--model", "https://hf.co/a/b"], "error: --model https://hf.co/a/b: is a URL; use OWNER/NAME on"),
         (["config"], "error: zerolora config: no configuration file"),
         (["trian", "c.yaml"], "error: No such command 'trian'. Did you mean 'train'? See `zerolora --help`"),
         (
