@@ -90,9 +90,8 @@ def sweep(
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])
     if combine and (slurm or gpus_per_run is not None):
         raise UserError("--together: uses all GPUs in one run; remove --slurm or --gpus-per-run")
-    if combine and (shared := [axis for axis in axes if not resolve_name(axis).startswith(PER_ADAPTER)]):
-        fix = "use one value for all runs, or remove --together"
-        raise UserErrors([f"{axis}: is shared by all adapters of a joint run; {fix}" for axis in shared])
+    if combine:
+        check_settings_can_differ(axes)
     runs = plan_runs(config, axes, fixed, folder)
     if slurm:
         _submit_array(config, runs, axes, fixed, folder, submit_options, dry_run=dry_run)
@@ -107,6 +106,13 @@ def sweep(
         return
     train_runs(config, runs, slots, gpus_per_run, folder)
     exec_module("trainer.monitor.report.sweep_table", [str(folder)])
+
+
+def check_settings_can_differ(axes: Sequence[str]) -> None:
+    """Raise UserErrors for settings that all adapters of a joint run share."""
+    if shared := [axis for axis in axes if not resolve_name(axis).startswith(PER_ADAPTER)]:
+        fix = "use one value for all runs, or remove --together"
+        raise UserErrors([f"{axis}: is shared by all adapters of a joint run; {fix}" for axis in shared])
 
 
 def _submit_array(
