@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from importlib.util import find_spec
 from itertools import pairwise
@@ -25,6 +26,7 @@ from launcher.submit import submit
 from launcher.supervision.terminal import log
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
+from trainer.config.command_line import describe_unknown_option
 from trainer.config.errors import convert_path_error, format_one_line
 from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import build_json_schema, format_reference
@@ -238,4 +240,8 @@ def _describe_usage_error(error: Any) -> str:
         value = next((after for name, after in words if name in names), "")
         expected = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]
         return f"{' '.join([*names][:1])} {value}".strip() + f": must be {expected}"
+    if option and not names and not override:
+        parameters = error.ctx.command.params if error.ctx else ()
+        return describe_unknown_option(option, (name for each in parameters for name in each.opts if name[:1] == "-"))
+    message = re.sub(r"Got unexpected extra argument\S* \((.*)\)", r"\1: not an argument of this command", message)
     return f"{option}: settings are written without dashes: {override}" if override else message

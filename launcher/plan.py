@@ -45,12 +45,9 @@ class LaunchRequest:
         return {name: getattr(self, name) for name in ("include", "exclude", "num_nodes", "num_gpus")}
 
     def resolve_launcher(self) -> str:
-        """Return the launcher; `auto` means hostfile if one is given, slurm inside an allocation, otherwise local.
-
-        Raises UserError for contradictory options.
-        """
-        if (self.num_gpus or 0) > MAX_RANKS:
-            raise UserError(f"--num-gpus {self.num_gpus}: must be 1 to {MAX_RANKS}")
+        """Return the launcher that `auto` stands for. Raises UserError for contradictory options."""
+        if self.num_gpus is not None and not 1 <= self.num_gpus <= MAX_RANKS:
+            raise UserError(f"--num-gpus {self.num_gpus}: must be 1 to {MAX_RANKS}; omit it to use all")
         if self.launcher not in LAUNCHERS:
             raise UserError(f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}")
         default = "hostfile" if self.hostfile is not None else "slurm" if is_in_allocation(os.environ) else "local"

@@ -36,6 +36,7 @@ NAME_PREFIXES = {
     "flux1": "flux-dev",
     "flux.2-klein": "flux2-klein",
 }
+IMAGE_PRESETS = tuple(NAME_PREFIXES.values())
 FALLBACK_PRESET = "tinyllama"  # for models without their own preset
 DEFAULT_PRESET = "smollm2"  # without --model; trains on a laptop
 MODEL_FILES = ("config.json", "model_index.json")
@@ -57,13 +58,22 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented configuration to start from, fitted to the model and data if both can be read."""
-    if empty := next((name for name, value in (("--model", model), ("--data", data)) if value == ""), None):
+    options = {"--preset": preset, "--model": model, "--data": data, "--gpu-memory": gpu_memory}
+    if empty := next((name for name, value in options.items() if value == ""), None):
         raise UserError(f"{empty}: must not be empty; pass a value, or omit the option")
     should_tailor = gpus is not None or gpu_memory is not None or (preset is None and _is_readable(model, data))
     is_guessed = preset is None and model is not None
     preset = preset or (find_nearest_preset(model) if model else DEFAULT_PRESET)
-    if model and (folder := Path(model).expanduser()).is_dir() and not any((folder / n).is_file() for n in MODEL_FILES):
-        raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
+    if model and (folder := Path(model).expanduser()).is_dir():
+        found = next((name for name in MODEL_FILES if (folder / name).is_file()), None)
+        if found is None:
+            raise UserError(f"--model {model}: the folder has no {MODEL_FILES[0]}; use the folder of a saved model")
+        is_pipeline = found != MODEL_FILES[0]
+        if preset in PRESETS and is_pipeline != (preset in IMAGE_PRESETS):
+            fix = f"use --preset {IMAGE_PRESETS[0] if is_pipeline else FALLBACK_PRESET}"
+            raise UserError(f"--preset {preset}: does not fit --model {model}, which has a {found}; {fix}")
+    elif model and "://" in model:
+        raise UserError(f"--model {model}: is a URL; use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder")
     if model and Path(model).is_file() and Path(model).suffix != ".safetensors":
         raise UserError(f"--model {model}: is a file; use the folder of a saved model")
     name = _build_file_name(model) if model else preset
@@ -133,10 +143,7 @@ def find_nearest_preset(model: str) -> str:
 
 
 def render_preset(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:
-    """Return the preset's YAML with `output`, `model` and `data` filled in, and a comment above each setting.
-
-    Raises UserError for an unknown preset.
-    """
+    """Return the preset's YAML with the values and a comment per setting. Raises UserError for an unknown preset."""
     if preset not in PRESETS:
         close = find_nearest(preset, PRESETS)
         hint = f"did you mean {close}?" if close else f"use one of {', '.join(PRESETS)}"

@@ -18,12 +18,13 @@ from launcher.supervision.terminal import log
 from launcher.targets.local import SAFE_PATH_VARIABLES
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.aliases import ALIASES
+from trainer.config.errors import format_count, to_text
 from trainer.contract.home import ZEROLORA_HOME
 from trainer.contract.whole_files import write_text_atomic
 
 TEMPLATE = ZEROLORA_HOME / "slurm" / "train.sbatch"
 JOB_SCRIPT, SWEEP_FILE = "job.sbatch", "sweep.txt"
-_TIME = re.compile(r"(?:(?P<days>[0-9]{1,9})-)?(?P<rest>[0-9]{1,9}(?::[0-9]{1,9}){0,2})")
+_TIME = re.compile(r"(?:(?P<days>[0-9]{1,9})-)?(?P<rest>[0-9]{1,9}(?::[0-5]?[0-9]){0,2})")
 MAX_GRACE_S = 65535
 # SLURM checks limits every half minute, and sends the signal up to a minute early.
 SIGNAL_LEAD_S = 60
@@ -37,21 +38,18 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequence[str]) -> list[str]:
-    """Return sbatch's arguments: our defaults, the options that are not None, and `extra`.
-
-    Raises UserError for empty or multi-line values, and for `extra` options without dashes or without a value.
-    """
+    """Return sbatch's arguments: ours, the options that are set, and `extra`. Raises UserError for invalid ones."""
     for name, value in options.items():
-        if isinstance(value, str) and not value.strip():
-            raise UserError(f"--{name} {value!r}: must not be empty; omit it to use SLURM's default")
-    arguments = [*(f"--{name}={value}" for name, value in options.items() if value is not None), *extra]
-    for option in arguments:
-        if len(option.splitlines()) != 1 or not option.startswith("-"):  # each is a comment line in the script
-            option_text = f"{'--sbatch ' * (option[:1] != '-')}{option!r}"
-            raise UserError(f"{option_text}: must be one line that begins with dashes, such as --mem=0")
+        # Each option is a comment line in the script.
+        if isinstance(value, str) and (value.splitlines() != [value] or not value.strip()):
+            raise UserError(f"--{name} {value!r}: must be one line and not empty; omit it to use SLURM's default")
+    for option in extra:
+        if option.splitlines() != [option] or not option.startswith("-"):
+            raise UserError(f"--sbatch {option!r}: must be one line that begins with dashes, such as --mem=0")
         if option.removeprefix("--") in options or _SHORT_OPTION.fullmatch(option):  # a value would replace ours
             raise UserError(f"--sbatch {option}: must be {option} with its value, such as --nodes=2")
-    return ["--requeue", "--open-mode=append", *arguments]
+    given = (f"--{name}={value}" for name, value in options.items() if value is not None)
+    return ["--requeue", "--open-mode=append", *given, *extra]
 
 
 def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
@@ -72,7 +70,8 @@ def parse_time_limit(time: str) -> int | None:
         return None
     match = _TIME.fullmatch(time)
     if match is None:
-        raise UserError(f"--time {time}: must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 12:00:00")
+        forms = "MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 12:00:00, with minutes and seconds below 60"
+        raise UserError(f"--time {to_text(time)}: must be {forms}")
     days, rest = int(match["days"] or 0), [int(part) for part in match["rest"].split(":")]
     if match["days"]:
         hours, minutes, seconds = [*rest, 0, 0][:3]
@@ -100,7 +99,9 @@ def _check_array(array: str | None, lines: list[str]) -> None:
             raise UserError(f"--array {array}: {ARRAY_FORMAT}")
         last = max(tasks[-1] for tasks in parse_task_ranges(array.partition("%")[0]))
         if lines and last >= len(lines):
-            raise UserError(f"--array {array}: the sweep has {len(lines)} runs; use 0 to {len(lines) - 1}")
+            raise UserError(
+                f"--array {array}: the sweep has {format_count(len(lines), 'run')}; use 0 to {len(lines) - 1}"
+            )
     if array is not None and not lines and not array.endswith("%1"):
         raise UserError(
             f"--array {array}: its tasks would train in the same folder at once; give them different settings with "
@@ -207,17 +208,14 @@ def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues
 
 
 def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:
-    """Return one line of settings, including the output folder, for each combination of values in a sweep.
-
-    Raises UserError for malformed text, for settings that are also in `fixed`, and for too many runs.
-    """
+    """Return a line of settings, with its output folder, per combination. Raises UserError for malformed text."""
     axes: list[list[str]] = []
-    texts = {ALIASES.get(name := text.partition("=")[0].strip(), name): text for text in fixed}
+    texts = {resolve_name(text): text for text in fixed}
     for text in sweep:
         key, _, values = text.partition("=")
-        if not key or not values:
-            raise UserError(f"--sweep {text}: must look like `training.learning_rate=1e-4,2e-4`")
-        name = ALIASES.get(key.strip(), key.strip())
+        if not key or not all(map(str.strip, split_values(values))):
+            raise UserError(f"{text}: must look like `training.learning_rate=1e-4,2e-4`, without empty values")
+        name = resolve_name(text)
         if name == "output_dir":
             raise UserError(f"{text}: a sweep has a single output_dir, with a folder for each run; remove this setting")
         if name == RESUME:
@@ -225,7 +223,7 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
         if name in texts:
             raise UserError(f"{text}: {name} is also set by {texts[name]}; list all its values once, as {key}=A,B")
         texts[name] = text
-        axes.append([f"{key}={value}" for value in values.split(",")])
+        axes.append([f"{key}={value.strip()}" for value in split_values(values)])
     if (count := math.prod(map(len, axes))) > MAX_RUNS:
         raise UserError(f"the sweep has {count:,} runs: the maximum is {MAX_RUNS:,}; use fewer values")
     if not axes:
@@ -235,10 +233,7 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
 
 
 def load_run_configs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
-    """Return the configuration of each run in a sweep.
-
-    Raises UserError for invalid runs, and for two runs with the same settings or the same folder.
-    """
+    """Return the configuration of each run in a sweep. Raises UserError for invalid or equal runs."""
     loaded: dict[str, RunConfig] = {}
     folders: dict[str, RunConfig] = {}
     for line in lines:
@@ -248,10 +243,31 @@ def load_run_configs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -
         if first is not run:
             raise UserError(f"{name}: has the same settings as {Path(first.output_dir).name}; list each value once")
         if folders.setdefault(run.output_dir, run) is not run:
-            raise UserError(f"{name}: two runs share this folder (in its name, / becomes _); change one of the values")
+            raise UserError(
+                f"{name}: two runs share this folder (in its name, / and spaces become _); change one of the values"
+            )
     return list(loaded.values())
 
 
 def _build_folder_name(settings: Sequence[str]) -> str:
     parts = [setting.partition("=") for setting in settings]
-    return ",".join(f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, _, value in parts)
+    names = (f"{key.rpartition('.')[2]}={value.strip('[]{}')}" for key, _, value in parts)
+    return ",".join(re.sub(r"[^\w.=+,-]+", "_", name) for name in names)
+
+
+def resolve_name(text: str) -> str:
+    """Return the setting's own name in an override such as `lr=1e-4`."""
+    name = text.partition("=")[0].strip()
+    return ALIASES.get(name, name)
+
+
+def split_values(text: str) -> list[str]:
+    """Split text at the commas that are not in brackets."""
+    values, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += letter
+    return values

@@ -15,13 +15,13 @@ from typing import IO, Annotated
 import typer
 
 from launcher.module import exec_module
-from launcher.submit import RESUME, expand_sweep, load_run_configs
+from launcher.submit import RESUME, expand_sweep, load_run_configs, resolve_name, split_values
 from launcher.supervision.terminal import log
 from trainer.config import UserError, load_config
-from trainer.config.aliases import ALIASES
+from trainer.config.adapter_entries import PER_ADAPTER
 from trainer.config.command_line import parse_override
-from trainer.config.errors import format_count
-from trainer.config.messages import get_setting_type
+from trainer.config.errors import UserErrors, format_count
+from trainer.config.messages import get_setting_type, suggest_override
 from trainer.config.values import list_accepted_types
 from trainer.contract.default_ranks import list_visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
@@ -70,9 +70,13 @@ def sweep(
     first_option = next((index for index, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     submit_options = arguments[first_option:]
     if submit_options and not slurm:
-        raise UserError(
-            f"{submit_options[0]}: not an option of `zerolora sweep`; options of `zerolora submit` need --slurm"
+        override = suggest_override(submit_options[0])
+        fix = (
+            f"settings are written without dashes: {override}"
+            if override
+            else "options of `zerolora submit` need --slurm"
         )
+        raise UserError(f"{submit_options[0]}: not an option of `zerolora sweep`; {fix}")
     axes, fixed = split_axes(arguments[:first_option])
     loaded = load_config(config, fixed).config
     folder = Path(loaded.output_dir).absolute()
@@ -80,12 +84,15 @@ def sweep(
         raise UserError(f"{RESUME}={resumes}: every run of a sweep resumes from its own folder; remove this setting")
     if not axes and not table:
         problem = next((f"{text} is a single value (a list)" for text in fixed if "," in text), "no values to try")
-        raise UserError(f"zerolora sweep: {problem}; pass several values, such as training.learning_rate=1e-4,2e-4")
+        forms = "training.learning_rate=1e-4,2e-4 or, for lists, lora.target_modules=[q_proj],[q_proj,v_proj]"
+        raise UserError(f"zerolora sweep: {problem}; pass several values, such as {forms}")
     if table:
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])
-    runs = plan_runs(config, axes, fixed, folder)
     if combine and (slurm or gpus_per_run is not None):
         raise UserError("--together: uses all GPUs in one run; remove --slurm or --gpus-per-run")
+    if combine:
+        check_settings_can_differ(axes)
+    runs = plan_runs(config, axes, fixed, folder)
     if slurm:
         _submit_array(config, runs, axes, fixed, folder, submit_options, dry_run=dry_run)
         return
@@ -101,6 +108,13 @@ def sweep(
     exec_module("trainer.monitor.report.sweep_table", [str(folder)])
 
 
+def check_settings_can_differ(axes: Sequence[str]) -> None:
+    """Raise UserErrors for settings that all adapters of a joint run share."""
+    if shared := [axis for axis in axes if not resolve_name(axis).startswith(PER_ADAPTER)]:
+        fix = "use one value for all runs, or remove --together"
+        raise UserErrors([f"{axis}: is shared by all adapters of a joint run; {fix}" for axis in shared])
+
+
 def _submit_array(
     config: Path, runs: list[SweepRun], axes: Sequence[str], fixed: Sequence[str], folder: Path, options: list[str],
     *, dry_run: bool,
@@ -112,13 +126,16 @@ def _submit_array(
     if not tasks and not dry_run:
         exec_module("trainer.monitor.report.sweep_table", [str(folder)])
     arguments = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *options]
-    if dry_run:
-        if tasks:
-            typer.echo(shlex.join(["zerolora", *arguments]))
+    if not tasks:
         return
-    record_runs(folder, runs)
-    log(f"to see the results: zerolora sweep {config} {shlex.join(fixed)} --table")
-    os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *arguments])
+    command, output = [sys.executable, "-m", "launcher.cli", *arguments], subprocess.DEVNULL if dry_run else None
+    if code := subprocess.run([*command, *["--dry-run"] * dry_run], stdout=output).returncode:
+        raise typer.Exit(code)
+    if dry_run:
+        typer.echo(shlex.join(["zerolora", *arguments]))
+    else:
+        record_runs(folder, runs)
+        log(f"to see the results: zerolora sweep {config} {shlex.join(fixed)} --table")
 
 
 def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -129,17 +146,16 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, values = text.partition("=")
         if not equals or not name:
             raise UserError(f"{text}: must look like key=value,value, such as training.learning_rate=1e-4,2e-4")
-        takes_list = tuple in list_accepted_types(get_setting_type(ALIASES.get(name, name)) or str)
-        is_axis = "," in values and not takes_list and not values.startswith(("[", "{", '"', "'"))
-        (axes if is_axis else fixed).append(text)
+        takes_list = tuple in list_accepted_types(get_setting_type(resolve_name(text)) or str)
+        several = split_values(values)
+        in_brackets = [value.startswith(("[", "{")) for value in several]
+        is_axis = all(in_brackets) if takes_list or any(in_brackets) else not values.startswith(('"', "'"))
+        (axes if is_axis and len(several) > 1 else fixed).append(text)
     return axes, fixed
 
 
 def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[SweepRun]:
-    """Validate and return all runs of a sweep; runs that have already finished have exit code 0.
-
-    Raises UserError for invalid settings, and for a folder that was trained with other settings.
-    """
+    """Return all runs of a sweep; finished ones have exit code 0. Raises UserError for invalid settings."""
     lines = expand_sweep(axes, folder, fixed)
     recorded = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []

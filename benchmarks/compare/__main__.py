@@ -201,9 +201,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise argparse.ArgumentTypeError("empty list")
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r}: has an empty entry; remove it")
     return words
 
 

@@ -95,8 +95,6 @@ def build_local_command(
     `gpus` are the indices of the usable GPUs; only the first `num_gpus` are used. Raises UserError if `num_gpus`
     exceeds the number of GPUs or, without GPUs, the number of cores.
     """
-    if num_gpus is not None and num_gpus < 1:
-        raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
     if gpus and num_gpus is not None and num_gpus > len(gpus):
         raise UserError(f"--num-gpus {num_gpus}: only {format_count(len(gpus), 'GPU')} found; remove it to use all")
     cores = len(os.sched_getaffinity(0))

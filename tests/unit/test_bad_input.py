@@ -67,6 +67,9 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
 SETTINGS: dict[str, tuple[str, ...]] = {
     "lora.r": ("lora.r: not an override; write key=value",),
     "=5": ("=5: not an override",),
+    "lora.r ; 8": ("lora.r: not an override; write key=value",),
+    "base_model= m": ("base_model= m: begins or ends with a space; remove it",),
+    "dataset.cache_dir=s3://b/c": ("dataset.cache_dir=s3://b/c: is a URL; use a folder on this machine",),
     "lora.rnak=8": ("lora.rnak: unknown setting", "did you mean lora.r?"),
     "lerning_rate=1": ("lerning_rate: unknown setting", "did you mean training.learning_rate?"),
     "dataset.lenght=9": ("dataset.lenght: unknown setting",),
@@ -155,6 +158,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lora.init=pissa ; lora.adapter_path=runs/y": ("lora.init=pissa", "remove one"),
     "adapter=none ; lora.adapter_path=runs/y": ("lora.adapter_path=runs/y: ", "adapter is none", "set adapter: lora"),
     "dataset.mix=[{path: b}]": ("dataset.path=data.jsonl", "dataset.mix is also set", "keep one"),
+    "dataset.path=null ; dataset.mix=[a.jsonl]": ("dataset.mix.0=a.jsonl: must be a section",),
     "dataset.path=null": ("dataset.path: missing", "such as dataset.path=train.jsonl"),
     "dataset.val_split=0.9": ("dataset.val_split=0.9: must be a fraction of the records up to 0.5",),
     "dataset.val_split=.inf": ("dataset.val_split=inf: must be a fraction of the records up to 0.5",),
@@ -267,6 +271,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "wrong.jsonl").write_text('{"question": "a", "reply": "b"}\n' * 4)
     (ground / "robot.jsonl").write_text('{"messages": [{"role": "robot", "content": "a"}]}\n' * 4)
     (ground / "users.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 4)
+    (ground / "few.jsonl").write_text((ground / "good.jsonl").read_text() + (ground / "users.jsonl").read_text() * 90)
     (ground / "notes.odt").write_text("x")
     (ground / "no-data").mkdir()
     (ground / "cache").mkdir()
@@ -301,6 +306,16 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # overrides, separated by ` ; `: what the line must hold
 CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=./nowhere": ("base_model=./nowhere: ",),
+    "base_model=modle": ("base_model=modle: not a local folder (did you mean model?), not in the Hub's cache",),
+    "model.tokenizer=model/config.json": ("model.tokenizer=model/config.json: is a file; use the folder with tokeni",),
+    "dataset.cache_dir=model/cache": ("dataset.cache_dir=model/cache: is inside base_model (model); use a folder",),
+    "--world-size=7 ; training.global_batch_size=8": (
+        "training.global_batch_size=8: cannot be divided evenly among 7",
+    ),
+    "dataset.evaluation={path: users.jsonl}": ("none of the 4 records of dataset.evaluation.path=users.jsonl",),
+    "dataset.path=few.jsonl ; dataset.val_split=1": (
+        "none of the 1 records of dataset.path=few.jsonl held out by dataset.val_split=1 has a token",
+    ),
     "base_model=no-data": ("base_model=no-data: has no config.json",),
     "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use the folder",),
     "base_model=odd-padding": ("base_model=odd-padding: config.json is unusable",),
@@ -352,7 +367,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
         "dataset.format=alpaca: the records have question, reply, but no instruction",
     ),
     "dataset.path=robot.jsonl": ("robot", "unknown role 'robot'"),
-    "dataset.path=users.jsonl": ("dataset.train_on=assistant: none of the 4 records",),
+    "dataset.path=users.jsonl": ("dataset.train_on=assistant: none of the 4 records of dataset.path=users.jsonl",),
     "dataset.fields={prompt: messages}": ("the records have messages", "set dataset.fields"),
     "dataset.fields={messages: talk}": ("dataset.fields.messages=talk: no such field", "messages"),
     "dataset.thinking=empty": ("dataset.thinking=empty: the chat template has no enable_thinking variable; use strip",),

@@ -257,7 +257,13 @@ def test_nothing_but_the_headers_is_read(model: Path, tmp_path: Path) -> None:
 
 NAMES: dict[str, tuple[str, ...]] = {
     "https://huggingface.co/Qwen/Qwen2.5-7B": ("is a URL; write base_model: Qwen/Qwen2.5-7B",),
-    "https://example.org": ("is a URL; use a folder or OWNER/NAME",),
+    "hf://Qwen/Qwen2.5-7B": ("is a URL; write base_model: Qwen/Qwen2.5-7B",),
+    "huggingface.co/Qwen/Qwen2.5-7B/tree/main": ("; write base_model: Qwen/Qwen2.5-7B",),
+    "Qwen/Qwen2.5-7B/": ("; write base_model: Qwen/Qwen2.5-7B",),
+    "Qwen\\Qwen2.5-7B": ("; write base_model: Qwen/Qwen2.5-7B",),
+    "Qwen/Qwen2.5-7B@main": ("; write base_model: Qwen/Qwen2.5-7B, and the revision in model.revision",),
+    "./adaptr": ("; did you mean adapter?",),
+    "https://example.org": ("is a URL; use OWNER/NAME on the Hub",),
     "m/model.safetensors": ("is a file; use the folder",),
     "/models/missing": ("no such folder (/",),
     "./missing": ("no such folder (",),

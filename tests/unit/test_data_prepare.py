@@ -54,7 +54,7 @@ def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokeni
     if not streaming:
         assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
         assert f"2 dropped (longer than {limit} tokens)" in " ".join(left.stats.format_summary())
-        with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset are longer.*too_long: cut"):
+        with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset.path=.*longer.*too_long: cut"):
             prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
 
 
@@ -351,7 +351,7 @@ BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "evaluation without a trained token": (
         {"a.jsonl": chats(("assistant", "red")), "b.jsonl": chats(("user", "red"))},
         {"path": "a.jsonl", "evaluation": {"path": "b.jsonl"}},
-        ("none of the 1 records of dataset.evaluation",),
+        ("none of the 1 records of dataset.evaluation.path=b.jsonl",),
     ),
     "a bad record among good ones": (
         {"a.jsonl": chats(*[("assistant", "red")] * 700, ("robot", "x"))},

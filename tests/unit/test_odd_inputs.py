@@ -36,7 +36,7 @@ from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.config.adapter_settings import read_adapter_settings
 from trainer.config.command_line import Main
 from trainer.config.evaluation_section import check_task_names
-from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags
+from trainer.config.scu_flags import build_settings, load_flag_config, parse_flags, read_resumed_ranks
 from trainer.config.yaml_core import dump
 from trainer.config.zero import FIXED_KEYS, KNOWN_KEYS, SETTING_BY_KEY, UNSUPPORTED_KEYS
 from trainer.data.prompt_files import read_prompts
@@ -91,6 +91,14 @@ def test_init_writes_its_own_file_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert (zerolora(), zerolora()) == (0, 0)
 
 
+def test_init_refuses_a_preset_for_another_kind_of_model(tmp_path: Path, refuse: Command) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text("{}")
+    line = refuse("init", "--preset", "sdxl", "--model", "text")
+    assert "--preset sdxl: does not fit --model text, which has a config.json; use --preset tinyllama" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
 def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "empty").mkdir()
     assert "--model empty: the folder has no config.json; use the folder of a" in refuse("init", "--model", "empty")
@@ -104,6 +112,8 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
             ("parallel.sequence=2", "--ranks", "3"),
             "error: parallel.sequence=2: does not divide the 3 ranks of this run",
         ),
+        (("--ranks", "3"), " --num-gpus 3"),
+        (("--ranks", "3", "--settings-only"), " --ranks 3"),
         (("dataset.evaluation.path={data}",), "note: dataset.evaluation.path={data}: is the training data"),
     ],
 )
@@ -324,10 +334,28 @@ def test_labels_that_are_numbers_are_named(tmp_path: Path) -> None:
         prepare(load_config(ground / "base.yaml", words).config)
 
 
-def test_numbers_of_compare_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("main", "words", "line"),
+    [
+        (compare, ["--lambdas", "0.1,y"], "argument --lambdas: y: must be a positive number, such as 0.1"),
+        (compare, ["--lambdas", "1,,2"], "argument --lambdas: '1,,2': has an empty entry; remove it"),
+        (estimate, ["--ranks", "8"], "--ranks: not an option of this command; did you mean --gpus? See `zerolora"),
+        (estimate, ["--max-length", "9"], "argument --max-length: 9: must be auto; see `zerolora estimate --help`"),
+        (prepare_run, ["--ranks", "8"], "--ranks: not an option of this command; did you mean --world-size? See"),
+    ],
+)
+def test_options_are_named(main: Main, words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        compare(["x.yaml", "--lambdas", "0.1,y"])
-    assert "argument --lambdas: y: must be a positive number, such as 0.1" in capsys.readouterr().err
+        main(["x.yaml", *words])
+    assert f"error: {line}" in capsys.readouterr().err
+
+
+def test_a_damaged_record_is_not_taken_for_one_rank(tmp_path: Path) -> None:
+    assert read_resumed_ranks(tmp_path) == 1, "no record"
+    for size in ("0", '"x"', "null"):
+        (tmp_path / "run.json").write_text(f'{{"world_size": {size}}}')
+        with pytest.raises(UserError, match=r"run.json: world_size: must be"):
+            read_resumed_ranks(tmp_path)
 
 
 def test_a_flag_of_the_guide_has_one_mistake(tmp_path: Path) -> None:
@@ -708,7 +736,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
             ["dataset.path=file:///x.jsonl"],
             r"file:///x.jsonl: this kind of URL is not supported; write it without file://",
         ),
-        (["base_model=s3://bucket/model"], r"is a URL; use a folder or OWNER/NAME$"),
+        (["base_model=s3://bucket/model"], r"is a URL; use OWNER/NAME on the Hub, such as .*, or a folder$"),
         (
             ["training.lr_scheduler=warmup_stable_decay", "training.decay_ratio=0.99", "training.warmup_ratio=0.5"],
             r"^training.decay_ratio=0.99: plus training.warmup_ratio=0.5 exceeds 1; lower one of them",

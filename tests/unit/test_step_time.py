@@ -172,6 +172,8 @@ def test_the_command_prints_speed_hours_and_cost(config: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("given", "line"),
     [
+        (["--network", "50"], "--network 50: not a bandwidth; write 50GB/s or 400Gbit/s"),
+        (["--network", "400Gb/s"], "--network 400Gb/s: not a bandwidth; write 50GB/s or 400Gbit/s"),
         (["--network", "fast"], "--network fast: not a bandwidth; write 50GB/s or 400Gbit/s"),
         (["--price", "-1"], "--price -1: must be above 0"),
         (["--card", "K80"], "--card K80: unknown; use one of"),

@@ -147,6 +147,12 @@ def test_evaluations_that_never_come_are_said() -> None:
         "training.eval_steps=100: the run has 60 steps, so it is only evaluated at the end, and best_checkpoint and "
         "early_stopping have no losses to compare; use 15",
     ]
+    given = config_of({"val_split": 0.1}, max_steps=6, evals_per_epoch=0.5)
+    lines = list_step_warnings(resolve_eval_and_save_steps(given, 7, 1), 7, 1, given)
+    assert lines == [
+        "training.evals_per_epoch=0.5: is every 14 steps, but the run has 6 steps, so it is only evaluated at the end; "
+        "use 7"
+    ]
     assert list_step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
 
 

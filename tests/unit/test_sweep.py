@@ -2,15 +2,18 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
 from launcher import sweep as sweep_module
 from launcher.commands import main as zerolora
+from launcher.submit import expand_sweep
 from launcher.sweep import SweepRun, plan_runs, record_runs, split_axes, split_gpus, train_runs
 from trainer.config import UserError
 from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
@@ -46,9 +49,17 @@ def test_values_with_commas_are_tried_and_lists_are_not() -> None:
         "lora.target_modules=q_proj,v_proj",
         "dataset.fields={a: b, c: d}",
         "lr=1e-4,2e-4",
+        "lora.target_modules=[q_proj],[q_proj,v_proj]",
+        "dataset.fields={a: b},{c: d}",
+        "dataset.mix=[{path: a},{path: b}]",
     ]
     axes, fixed = split_axes(words)
-    assert axes == ["lora.r=8,16", "lr=1e-4,2e-4"] and fixed == [words[1], words[2], words[3]]
+    assert axes == [words[0], *words[4:7]] and fixed == [*words[1:4], words[7]]
+    lines = expand_sweep(words[5:6], Path("/runs"))
+    assert shlex.split(lines[1]) == [
+        "lora.target_modules=[q_proj,v_proj]",
+        "output_dir=/runs/target_modules=q_proj,v_proj",
+    ]
     with pytest.raises(UserError, match="must look like key=value,value"):
         split_axes(["lora.r"])
 
@@ -90,6 +101,26 @@ def test_runs_that_would_be_the_same_are_refused(
     options = [word for axis in axes for word in ("--sweep", axis)]
     assert run(monkeypatch, "submit", "c.yaml", *fixed, *options, "--dry-run") == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["base_model=a,b", "--together"], "base_model=a,b: is shared by all adapters of a joint run; use one value"),
+        (["seed=1,2", "--slurm", "--array", "0-9"], "--array 0-9: the sweep has 2 runs; use 0 to 1"),
+        (["seed=1,2", "--slurm", "--array", "0-9", "--dry-run"], "--array 0-9: the sweep has 2 runs; use 0 to 1"),
+        (["lora.target_modules=q_proj,v_proj"], "for lists, lora.target_modules=[q_proj],[q_proj,v_proj]"),
+    ],
+)
+def test_a_refused_sweep_writes_nothing(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert run(monkeypatch, "sweep", "c.yaml", *words) == 2
+    except typer.Exit as end:
+        assert end.exit_code == 2
+    shown = capfd.readouterr()
+    assert message in shown.err and shown.err.count("\n") == 1 and os.listdir() == ["c.yaml"]
 
 
 @pytest.mark.parametrize("checkpoint", ["other/checkpoint-2", "checkpoint-2"])

@@ -178,6 +178,7 @@ def _check_separate(config: RunConfig, folder: Path) -> None:
         raise UserError(f"output_dir={folder}: {problem}; use a separate folder")
     if (real / ".git").exists():
         raise UserError(f"output_dir={folder}: is a git checkout; use a separate folder, such as {folder / 'run'}")
+    cache = Path(os.path.realpath(config.dataset.cache_dir))
     for name, path in _list_inputs(config):
         real_input = Path(os.path.realpath(path))  # unlike resolve(), accepts a loop of symlinks
         if real_input == real:
@@ -186,6 +187,9 @@ def _check_separate(config: RunConfig, folder: Path) -> None:
             raise UserError(f"output_dir={folder}: contains {name} ({path}); use a separate folder")
         if real_input in real.parents and real_input.is_dir():
             raise UserError(f"output_dir={folder}: is inside {name} ({path}); use a folder outside it")
+        if name in ("base_model", "model.tokenizer", "lora.adapter_path") and real_input in (cache, *cache.parents):
+            problem = f"is inside {name} ({path}); use a folder outside it"
+            raise UserError(f"dataset.cache_dir={config.dataset.cache_dir}: {problem}")
 
 
 def _list_inputs(config: RunConfig) -> list[tuple[str, Path]]:

@@ -60,10 +60,7 @@ def read_records(run: FinishedRun) -> list[Record]:
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Create the repository if necessary and commit `folder` to it. Return its URL.
-
-    Raises UserError if the Hub is unreachable or rejects the upload; the message contains no part of the token.
-    """
+    """Commit `folder` to the repository; return its URL. Raises UserError, without the token, if the Hub refuses."""
     disable_progress_bars()
     api = HfApi()
     try:

@@ -46,7 +46,7 @@ def describe_run(config: RunConfig, prepared: PreparedRun, ranks: int) -> list[s
         lines += [f"warning: {warning}"] if warning else []
     resolved = resolve_eval_and_save_steps(resolve_global_batch(config, samples, data_ranks), samples, data_ranks)
     lines.append(f"steps: {describe_steps(resolved.training, samples, data_ranks)}")
-    lines += [f"warning: {warning}" for warning in list_step_warnings(resolved, samples, data_ranks)]
+    lines += [f"warning: {warning}" for warning in list_step_warnings(resolved, samples, data_ranks, config)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
 

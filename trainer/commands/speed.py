@@ -12,7 +12,7 @@ from trainer.memory.planner import Planner
 from trainer.memory.step_time import REFERENCE_GPU, predict_step
 from trainer.setup.kinds import find_model_kind
 
-BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8, "": 1e9}
+BYTES_PER_S = {"GB/S": 1e9, "GBIT/S": 1e9 / 8, "GB": 1e9, "GBIT": 1e9 / 8}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +53,11 @@ def predict(planner: Planner, config: RunConfig, arguments: argparse.Namespace) 
 
 
 def resolve_network_bandwidth(planner: Planner, arguments: argparse.Namespace) -> float | None:
-    """Return the bytes per second that each GPU receives from other hosts; None if unknown.
-
-    Raises UserError unless --network is a bandwidth, such as `50GB/s` or `400Gbit/s`.
-    """
+    """Return the bytes per second that each GPU receives from other hosts; None if unknown."""
     if arguments.network is None:
         return None if len(set(planner.machine.hosts)) > 1 else float("inf")
-    if not (speed := parse_quantity(arguments.network, BYTES_PER_S)):
+    speed = None if "b" in arguments.network.replace("bit", "") else parse_quantity(arguments.network, BYTES_PER_S)
+    if not speed:  # `Gb/s` may mean bits or bytes
         raise UserError(f"--network {arguments.network}: not a bandwidth; write 50GB/s or 400Gbit/s per GPU")
     return speed
 

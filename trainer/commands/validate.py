@@ -26,13 +26,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--settings-only", action="store_true", help="check only the settings, not the model or data")
     arguments = parser.parse_intermixed_args(argv)
     ranks = arguments.ranks or choose_default_ranks()
+    words = [arguments.config, *arguments.overrides]
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     # Fast, because torch is not imported yet.
     loaded = load_config(arguments.config, arguments.overrides)
     for note in loaded.notes:
         print(f"note: {note}")
     if arguments.settings_only:
-        command = shlex.join(["zerolora", "validate", arguments.config, *arguments.overrides])
+        command = shlex.join(["zerolora", "validate", *words, *["--ranks", str(ranks)] * bool(arguments.ranks)])
         print(f"OK: the settings in {arguments.config}; to check the model and data: {command}")
         return
     check_inputs_and_output(loaded.config, for_training=False)
@@ -54,4 +55,5 @@ def main(argv: list[str] | None = None) -> None:
     if problem := describe_output_problem(loaded.config):
         print(f"OK except for output_dir={loaded.config.output_dir}: {problem}")
     else:
-        print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")
+        number = ["--num-gpus", str(ranks)] if arguments.ranks else []
+        print(f"OK: {shlex.join(['zerolora', 'train', *words, *number])}")

@@ -46,10 +46,7 @@ class AdapterSettings(BaseModel):
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the LoRA adapter in a folder, without adding defaults.
-
-    Raises UserError if the settings file is missing or damaged, or if the adapter is not a LoRA adapter.
-    """
+    """Return the LoRA adapter's settings in a folder, without defaults. Raises UserError if they are unusable."""
     try:
         settings: AdapterSettings = read_json(folder / SETTINGS_FILE, AdapterSettings)
     except FileNotFoundError:

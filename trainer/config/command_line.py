@@ -3,26 +3,25 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn
 
 from trainer.config.aliases import ALIASES
-from trainer.config.errors import UserError, format_one_line, to_text
+from trainer.config.errors import UserError, find_nearest, format_one_line, join_choices, to_text
 from trainer.config.messages import get_setting_type, suggest_override
 from trainer.config.values import is_null, is_text, list_accepted_types
 from trainer.config.yaml_core import parse_scalar, parse_yaml_value
 
 MAX_RANKS = 65_536
+COUNT_OPTIONS = ("--ranks", "--gpus", "--num-gpus", "--world-size", "--gpus-per-node")
+"""The options of different commands for the number of ranks."""
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split a `name=value` override, and parse the value as the setting's type; strings need no quotes.
-
-    Raises UserError if the override is malformed.
-    """
+    """Split `name=value`, and parse the value as the setting's type. Raises UserError if it is malformed."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python represents bytes that are not UTF-8
         raise UserError(f"{text!a}: not valid UTF-8; set the shell's locale to UTF-8")
     name, equals, value = text.partition("=")
@@ -80,6 +79,15 @@ def parse_port_number(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
     return int(text)
+
+
+def describe_unknown_option(option: str, known: Iterable[str]) -> str:
+    """Return an error message for an option that a command does not have, with the most similar of its options."""
+    names = [*known]
+    counts = [name for name in COUNT_OPTIONS if name in names] if option in COUNT_OPTIONS else []
+    similar = [*counts, find_nearest(option, names), *(name for name in names if name.startswith(option))]
+    hint = next((f"; did you mean {name}?" for name in similar if name), "")
+    return f"{option}: not an option of this command{hint}"
 
 
 Main = Callable[[list[str] | None], int | None]
@@ -156,10 +164,16 @@ class CommandParser(argparse.ArgumentParser):
         )
         words = message.partition("unrecognized arguments: ")[2].split()
         takes_overrides = any(action.dest == "overrides" for action in self._actions)
-        if words and takes_overrides and (override := suggest_override(words[0])):
-            message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
+        if words:
+            option, known = words[0].partition("=")[0], self._option_string_actions
+            override = suggest_override(option) if takes_overrides and option.replace("_", "-") not in known else None
+            fix = f"{option}: settings are written without dashes: {override}"
+            message = fix if override else describe_unknown_option(option, known)
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            choices = join_choices(re.findall("'(.*?)'", choice[2]))
+            message = f"{message[: choice.start()]}{choice[1]}: must be {choices}"
         message = message.removesuffix(", key=value")  # argparse lists it as required
-        return f"{format_one_line(message)}; see `{self.prog} --help`"
+        return f"{format_one_line(message)}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`"
 
 
 def _format_option(action: argparse.Action) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainer.config.needs import HUB, LANGUAGE, Needs
-from trainer.config.paths import PathText, TemplateText
+from trainer.config.paths import LocalText, PathText, TemplateText
 from trainer.config.types import Positive, PositiveInt, Section, StringList
 
 _UNMIXED, _FROM_HUB = Needs(".mix", ((),)), Needs(".path", (HUB,))
@@ -117,5 +117,5 @@ class DatasetSection(SourceSection):
     """Shuffle the data in every epoch, using `seed`."""
     workers: Annotated[int, Field(ge=1, le=64), Needs(".streaming", (False,))] = 1
     """Number of processes that tokenize the data before training."""
-    cache_dir: PathText = Field("~/.cache/zerolora/datasets", validate_default=True)
+    cache_dir: LocalText = Field("~/.cache/zerolora/datasets", validate_default=True)
     """Folder for tokenized data, which is reused while the content is unchanged."""

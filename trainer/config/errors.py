@@ -172,8 +172,9 @@ class Mistake:
         return {self.setting, *self.involves.split()}
 
     def concerns(self, names: Collection[str]) -> bool:
-        """Return whether `names` contains one of the mistake's settings or one of their sections."""
-        return any(f"{setting}.".startswith(f"{name}.") for setting in self.settings for name in names)
+        """Return whether `names` contains one of the mistake's settings, or a part or section of one."""
+        pairs = ((f"{setting}.", f"{name}.") for setting in self.settings for name in names)
+        return any(setting.startswith(name) or name.startswith(setting) for setting, name in pairs)
 
 
 MISSING_DATA = Mistake(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def load_config_text(
     for line, message in file.mistakes:
         mistakes.add_line_error(line, message)
     settings.add_file(file.tree)
-    for override in overrides:
+    for before, override in pairwise(("=", *overrides)):
+        if "=" not in before + override:  # the value in `lora.r 8`, which has been reported
+            continue
         try:
             name, value = parse_override(override)
         except UserError as error:

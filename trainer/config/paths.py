@@ -5,6 +5,7 @@ Object-store URLs, such as s3://bucket/run, are mapped to the paths of local cop
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,8 @@ def expand_path(text: str) -> str:
             raise ValueError(f"the variable {name} is not set; export it, or write the full path")
         return os.environ[name]
 
+    if 0 < len(text.strip()) < len(text) and not os.path.lexists(text):
+        raise ValueError("begins or ends with a space; remove it")
     path = _VARIABLE.sub(get_variable, text)
     if "${" in path:
         raise ValueError("invalid or unclosed ${; write variables as ${NAME}")
@@ -42,6 +45,13 @@ def expand_path(text: str) -> str:
     if (length := len(path.encode(errors="surrogateescape"))) > LONGEST_PATH:
         raise ValueError(f"has {length} bytes, but file systems allow {LONGEST_PATH}; use a shorter path")
     return path
+
+
+def find_similar_path(path: Path) -> Path | None:
+    """Return the path in the same folder with the most similar name; None if there is none."""
+    names = os.listdir(path.parent) if os.access(path.parent, os.R_OK) and path.parent.is_dir() else []
+    near = get_close_matches(path.name, names, n=1)
+    return path.parent / near[0] if near else None
 
 
 def is_remote(text: str) -> bool:
@@ -76,6 +86,12 @@ def _expand_output(text: str) -> str:
     return path
 
 
+def _expand_local(text: str) -> str:
+    if "://" in text:
+        raise ValueError("is a URL; use a folder on this machine")
+    return expand_path(text)
+
+
 def _expand_unless_template(text: str) -> str:
     return text if "{{" in text or "{%" in text or "\n" in text else expand_path(text)
 
@@ -88,6 +104,7 @@ def _parse_checkpoint(value: Any) -> Any:
 
 
 PathText = Annotated[str, AfterValidator(expand_path)]
+LocalText = Annotated[str, AfterValidator(_expand_local)]
 OutputText = Annotated[str, AfterValidator(_expand_output)]
 TemplateText = Annotated[str, AfterValidator(_expand_unless_template)]
 CheckpointText = Annotated[str | None, BeforeValidator(_parse_checkpoint)]

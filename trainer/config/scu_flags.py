@@ -18,7 +18,7 @@ from typing import IO, Any, NoReturn
 
 from trainer.config.command_line import CommandParser
 from trainer.config.errors import Mistake, UserError, UserErrors
-from trainer.config.files import Count, UnreadableFileError, read_json, read_value
+from trainer.config.files import Positive, read_json, read_value
 from trainer.config.load import LoadedConfig, load_config
 from trainer.config.values import set_dotted
 from trainer.config.yaml_core import read_yaml
@@ -103,10 +103,7 @@ def build_settings(options: argparse.Namespace, data: str, held_out: str | None)
 
 
 def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the settings of the run to resume, updated with the typed flags; None if no run is resumed.
-
-    Raises UserError if the checkpoint or its run's recorded settings are missing or damaged.
-    """
+    """Return the settings of the run to resume with the typed flags; None if none. Raises UserError if damaged."""
     if options.resume_from_checkpoint is None:
         return None
     run, folder = Path(options.output_dir), Path(options.resume_from_checkpoint).expanduser()
@@ -130,10 +127,10 @@ def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def read_resumed_ranks(run_dir: Path) -> int:
-    """Return the number of ranks in the run to resume; 1 if the number is not recorded."""
+    """Return the number of ranks in the run to resume; 1 if it has no record."""
     try:
-        return read_value(run_dir / "run.json", "world_size", Count)
-    except (FileNotFoundError, UnreadableFileError):
+        return read_value(run_dir / "run.json", "world_size", Positive)
+    except FileNotFoundError:
         return 1
 
 

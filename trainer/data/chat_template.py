@@ -59,10 +59,7 @@ def _limit_rendering() -> Iterator[None]:
 
 
 class ChatTemplate:
-    """Renders conversations with one template, and finds the tokens that begin and end answers.
-
-    Raises UserError if the template does not compile, or cannot render a question and an answer.
-    """
+    """Renders conversations with a template, and finds answers. Raises UserError if the template cannot do that."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
         self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)

@@ -12,6 +12,7 @@ from pyarrow.types import is_primitive
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import format_count, to_text
+from trainer.data.source_files import describe_source
 
 # Fractions of documents above which the user is warned.
 WARNING_THRESHOLD = 0.01
@@ -187,10 +188,7 @@ def count_held_out(section: DatasetSection, total: int) -> int:
 
 
 def repeat_by_weight(members: IntArray, weight: float, generator: np.random.Generator, label: str) -> IntArray:
-    """Return each member floor(weight) times, and a random subset once more for the fractional part of the weight.
-
-    Raises UserError for a weight that results in no documents, or in too many.
-    """
+    """Repeat members by weight, a random subset once more for its fraction. Raises UserError for extreme weights."""
     if weight > MAX_REPEATS or weight * len(members) > MAX_DOCUMENTS:
         limit = min(MAX_REPEATS, MAX_DOCUMENTS // max(1, len(members)))
         raise UserError(
@@ -254,15 +252,20 @@ def _build_samples(
 
 
 def _build_no_targets_error(section: DatasetSection, columns: Columns, records: IntArray, label: str) -> UserError:
+    held_out = section.evaluation if label == "dataset.evaluation" else None
+    source = describe_source(held_out or section, label if held_out else "dataset")
+    where = "dataset.mix" if section.mix and not held_out else source
+    if label == "dataset.evaluation" and not held_out:
+        where += f" held out by dataset.val_split={section.val_split:g}"
     if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
         renamed = any(source.roles for source in (section, *section.mix))
         fix = f"{'correct dataset.roles, ' * renamed}train on other roles or on all, or remove empty records"
         return UserError(
-            f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
+            f"dataset.train_on={roles}: none of the {len(records):,} records of {where} has a token to train on; "
             f"{fix}; `zerolora inspect` shows the records"
         )
-    length, count = f"dataset.max_length={section.max_length}", f"{len(records):,} records of {label}"
+    length, count = f"dataset.max_length={section.max_length}", f"{len(records):,} records of {where}"
     if section.too_long == "drop":
         problem = f"all {count} are longer, or have no trained token"
         return UserError(f"{length}: {problem}; raise max_length, or set dataset.too_long: cut")

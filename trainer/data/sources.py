@@ -9,7 +9,6 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import xxhash
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import to_text
-from trainer.config.paths import is_remote
+from trainer.config.paths import find_similar_path, is_remote
 from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
 from trainer.data.built_folder import DISK_FULL
@@ -143,8 +142,8 @@ def _check_missing_path(source: SourceSection, path: Path, where: str) -> None:
         return
     if path.is_symlink():
         raise UserError(f"{where}: is a link to {os.readlink(path)}, which does not exist; fix the path, or the link")
-    near = get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else "use a file, a folder or the Hub ID of a dataset"
+    near = find_similar_path(path)
+    hint = f"did you mean {near}?" if near else "use a file, a folder or the Hub ID of a dataset"
     if "," in path.name or "*" in path.name:
         hint = "use a folder with patterns in dataset.data_files, or several sources in dataset.mix"
     raise UserError(f"{where}: no such file or folder (searched for {path.absolute()}); {hint}")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
 from trainer.config.errors import format_count
+from trainer.config.training_sections import FRACTION_SETTINGS
 
 MIN_AUTO_STEPS = 100
 """Minimum number of steps with `global_batch_size: auto`, if the data has that many samples."""
@@ -105,8 +106,13 @@ def describe_steps(training: TrainingSection, samples: int | None, world_size: i
     )
 
 
-def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """Return warnings about settings unsuited to the number of steps. Raises UserError if the schedule is too long."""
+def list_step_warnings(
+    config: RunConfig, samples: int | None, world_size: int, original: RunConfig | None = None
+) -> list[str]:
+    """Return warnings about settings unsuited to the number of steps. Raises UserError if the schedule is too long.
+
+    `original` has the user's `evals_per_epoch` and `saves_per_epoch`, which `config` has as steps.
+    """
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:
@@ -138,10 +144,10 @@ def list_step_warnings(config: RunConfig, samples: int | None, world_size: int) 
             f"{format_count(total, 'optimizer step')} in total{first} ({format_count(samples or 0, 'sample')}, {size} "
             f"per step): too few to learn much; try {', or '.join(fixes)}"
         )
-    return [*warnings, *_describe_unreached(config, total)]
+    return [*warnings, *_describe_unreached(config, total, (original or config).training)]
 
 
-def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
+def _describe_unreached(config: RunConfig, total: int, given: TrainingSection) -> Iterator[str]:
     """Yield a warning for each interval longer than the run, and for early-stopping patience that cannot run out."""
     training, patience = config.training, config.training.early_stopping
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation or config.evaluation.tasks)
@@ -157,11 +163,15 @@ def _describe_unreached(config: RunConfig, total: int) -> Iterator[str]:
         periods.append(("image.sample_every", config.image.sample_every, "samples are only drawn at its start and end"))
     if config.scu.enabled:
         periods.append(("scu.every", config.scu.every, "lambda is never updated"))
-    length, fix = format_count(total, "step"), f"use {max(1, total // 4)}"
+    length, quarter = format_count(total, "step"), max(1, total // 4)
     for name, steps, effect in periods:
-        if steps > total and (name, steps) != ("training.save_steps", DEFAULT_SAVE_STEPS):
-            yield f"{name}={steps}: the run has {length}, so {effect}; {fix}"
+        per_epoch = FRACTION_SETTINGS.get(name.rpartition(".")[2], "")
+        if steps > total and (frequency := getattr(given, per_epoch, None)):
+            fix, every = f"use {frequency * steps / quarter:.2g}", f"every {steps} steps"
+            yield f"training.{per_epoch}={frequency:g}: is {every}, but the run has {length}, so {effect}; {fix}"
+        elif steps > total and (name, steps) != ("training.save_steps", DEFAULT_SAVE_STEPS):
+            yield f"{name}={steps}: the run has {length}, so {effect}; use {quarter}"
     count = total // training.eval_steps if evaluates and training.eval_steps else 0
     if patience is not None and 0 < count <= patience:
-        fix = f"use {max(1, count // 4)}, or a smaller training.eval_steps"
+        fix = f"use {max(1, count // 4)}, or evaluate more often"
         yield f"training.early_stopping={patience}: the run has only {format_count(count, 'evaluation')}; {fix}"

@@ -6,17 +6,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlparse
 
 from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFileError, check_type, read_json
+from trainer.config.paths import find_similar_path
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems
 WEIGHT_SUFFIXES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+HUB_NAME_IN_TEXT = re.compile(
+    r"(?:hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)(\w[\w.-]*/\w[\w.-]*)(?:[/@:?].*)?"
+    r"|(\w[\w.-]*/\w[\w.-]*)(?:/|[@:].*)?",
+    re.ASCII,
+)
+"""A Hub ID in a URL, or with a slash or a revision after it."""
 MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
@@ -73,17 +79,14 @@ SOURCE_FIX = "use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder"
 def check_source(setting: str, name: str) -> None:
     """Raise UserError unless the name of a model or tokenizer is an existing folder or a valid Hub ID."""
     prefix = f"{setting}={name}"
-    if "://" in name:
-        parts = [part for part in urlparse(name).path.split("/") if part]
-        advice = f"write {setting}: {'/'.join(parts[:2])}" if len(parts) >= 2 else "use a folder or OWNER/NAME"
-        raise UserError(f"{prefix}: is a URL; {advice}")
+    path, is_url = Path(name), "://" in name
     longest = max(len(os.fsencode(part)) for part in name.split("/"))
     if longest > MAX_NAME_BYTES:
         raise UserError(f"{setting}={name[:40]}...: contains a name of {longest} bytes; use at most {MAX_NAME_BYTES}")
-    path = Path(name)
     try:
         if path.is_file():
-            raise UserError(f"{prefix}: is a file; use the folder with config.json")
+            files = {"model.tokenizer": TOKENIZER_FILES[0], "lora.adapter_path": SETTINGS_FILE}
+            raise UserError(f"{prefix}: is a file; use the folder with {files.get(setting, 'config.json')}")
         if path.is_dir():
             os.listdir(path)
             return
@@ -95,9 +98,18 @@ def check_source(setting: str, name: str) -> None:
         raise UserError(f"{prefix}: cannot be read ({error}); {SOURCE_FIX}") from None
     if path.suffix in WEIGHT_SUFFIXES:
         raise UserError(f"{prefix}: no such file; fix the path")
-    if not HUB_NAME.fullmatch(name):
+    if is_url or not HUB_NAME.fullmatch(name):
         nearest = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        raise UserError(f"{prefix}: no such folder ({nearest} exists); {SOURCE_FIX}")
+        problem = "is a URL" if is_url else f"no such folder ({nearest} exists)"
+        similar, fix = find_similar_path(path), SOURCE_FIX
+        if found := HUB_NAME_IN_TEXT.fullmatch(name.strip().replace("\\", "/")):
+            fix = (
+                f"write {setting}{' ' if setting.startswith('-') else ': '}{found[1] or found[2]}"
+                + ", and the revision in model.revision" * ("@" in name)
+            )
+        elif similar:
+            fix = f"did you mean {similar}?"
+        raise UserError(f"{prefix}: {problem}; {fix}")
 
 
 def check_config_file(base_model: str) -> None:
@@ -188,7 +200,8 @@ def build_load_error(
         return UserError(f"{prefix}: requires custom code; review it, then set model.trust_remote_code: true")
     if not (folder := Path(name)).is_dir() and model_config is None:
         failure = _describe_hub_failure(name, error)
-        return UserError(f"{prefix}: not a local folder, not in the Hub's cache, and {failure}")
+        similar = f" (did you mean {near}?)" if (near := find_similar_path(folder)) else ""
+        return UserError(f"{prefix}: not a local folder{similar}, not in the Hub's cache, and {failure}")
     if not tokenizer:
         return UserError(f"{prefix}: config.json is unusable ({reason}); copy the file from the original model")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
@@ -199,7 +212,8 @@ def build_load_error(
 def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
     source = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
-    return UserError(f"{setting}={name}: {source} has no tokenizer ({files}); add its files, or set model.tokenizer")
+    fix = "use another" if setting == "model.tokenizer" else "set model.tokenizer"
+    return UserError(f"{setting}={name}: {source} has no tokenizer ({files}); add its files, or {fix}")
 
 
 def _describe_tokenizer_fault(folder: Path, reason: str) -> str:

@@ -70,7 +70,7 @@ def build_task(
 def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, log: Output) -> None:
     if (size := original.parallel.sequence) > 1:
         log.print_always(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
-    warnings = list_step_warnings(resolved, samples, ranks)
+    warnings = list_step_warnings(resolved, samples, ranks, original)
     log.print_always(f"steps: {describe_steps(resolved.training, samples, ranks)}")
     for warning in warnings:
         log(f"[yellow]warning:[/yellow] {escape(warning)}")

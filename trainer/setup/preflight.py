@@ -116,6 +116,7 @@ def prepare_to_resume(
     """Return the prepared run and the plan for resuming it, after verifying the whole checkpoint if one exists."""
     if world_size is not None:
         check_ranks_divisible(config.parallel.sequence, config.zero, world_size)
+        resolve_global_batch(config, None, config.count_data_ranks(world_size))  # raises before the data is read
     check_output_folder(config)
     if config.runs:
         each = [
