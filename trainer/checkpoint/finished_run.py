@@ -169,7 +169,10 @@ def choose_default_device() -> torch.device:
 
 
 def load_trained_model(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """Load the PEFT model as in training. Raises UserError if the base model is missing or does not match."""
+    """Load the PEFT model in the run's precision, with weights quantized as in training (QLoRA, `training.qat`).
+
+    Raises UserError if the base model is missing or does not match the adapter.
+    """
     config = run.config
     dtype = DTYPES[resolve_precision(config.training.precision, device)]
     copy_heads_without_flash(device, dtype)

@@ -172,7 +172,10 @@ def is_training_data(folder: Path, origin: Mapping[str, str]) -> bool:
 
 
 def check_initial_adapter(config: RunConfig, origin: Mapping[str, str]) -> list[str]:
-    """Check that base model and tokenizer match lora.adapter_path; return warnings. Raises UserError if not."""
+    """Check that the base model and tokenizer (`origin`) match the adapter at lora.adapter_path; return warnings.
+
+    Raises UserError if they differ or the adapter changed after training, unless lora.allow_mismatch is set.
+    """
     folder = Path(config.lora.adapter_path or "").expanduser()
     if config.adapter == "none" or not config.lora.adapter_path or not folder.is_dir():
         return []

@@ -30,7 +30,10 @@ class IntegerMerge:
     """Quantizes the adapted layers of a model before its adapter is merged, and builds the state dict to save."""
 
     def __init__(self, kind: IntegerKind, dtype: torch.dtype, device: torch.device) -> None:
-        """Set the dtype and the device of W + s B A. Raises UserError without torchao or compressed-tensors."""
+        """Set the dtype of the model and scales, and the device that computes W + s B A, as in training.
+
+        Raises UserError if torchao or compressed-tensors is missing.
+        """
         check_torchao(f"--quantize={kind}")
         if importlib.util.find_spec("compressed_tensors") is None:
             raise UserError(f"--quantize={kind}: compressed-tensors is not installed; run `{INSTALL_COMMAND}`")
@@ -39,7 +42,10 @@ class IntegerMerge:
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def quantize_adapted_layers(self, adapted: Any) -> None:
-        """Replace each adapted W by the quantized W + s B A, and set B to zero. Raises UserError if not possible."""
+        """Replace each adapted W with the quantized W + s B A, and set B to zero.
+
+        Raises UserError if no layer is adapted, or if one cannot be quantized.
+        """
         layers = {path.removeprefix(PEFT_PREFIX): layer for path, layer in find_adapted_linears(adapted).items()}
         if not layers:
             raise UserError(f"--quantize={self.kind}: no linear layer has an adapter; merge without --quantize")

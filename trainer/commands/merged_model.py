@@ -139,7 +139,10 @@ def _untie_head(adapted: Any) -> None:
 
 
 def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
-    """Return the merged model's dtype; `auto`: the stored base's. Raises UserError if its format cannot be merged."""
+    """Return the merged model's dtype; `auto` is the stored base's dtype (fp32 if none, bf16 if unsupported).
+
+    Raises UserError if the base's quantized format cannot be merged; an FP8 base needs an explicit dtype.
+    """
     config = load_model_config(run.config.base_model, run.config.model)
     stored_format = find_stored_format(config)
     if dtype == "stored" and not isinstance(stored_format, FourBitFormat):

@@ -60,7 +60,10 @@ def read_records(run: FinishedRun) -> list[Record]:
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Commit `folder` to the repository; return its URL. Raises UserError, without the token, if the Hub refuses."""
+    """Create the repository if necessary and commit `folder` to it. Return its URL.
+
+    Raises UserError if the Hub is unreachable or rejects the upload; the message contains no part of the token.
+    """
     disable_progress_bars()
     api = HfApi()
     try:

@@ -130,7 +130,10 @@ class FolderLock:
 
     @classmethod
     def join(cls, run_dir: Path, token: str) -> "FolderLock | None":
-        """Join the lock `token`; None if it is not visible here. Raises FolderLostError if another run has it."""
+        """Join the launcher's lock `token` as a holder; return None if the lock is not visible on this host.
+
+        Raises FolderLostError if another run has taken over the folder.
+        """
         lock = _wait_for_lock(run_dir, lambda lock: bool(lock.token))
         if lock is None:
             return None

@@ -32,7 +32,10 @@ FIRST_PORT, PORTS = 10_000, 20_000
 
 
 def read_rank_variables(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
-    """Return (launcher, rank, ranks, rank on this host), default (None, 0, 1, 0). Raises ValueError if inconsistent."""
+    """Return (launcher, rank, number of ranks, rank on this host), or (None, 0, 1, 0) without a launcher.
+
+    Raises ValueError for inconsistent variables.
+    """
     for family, (rank_name, size_name, local_name) in RANK_VARIABLES_BY_LAUNCHER.items():
         if rank_name in env and size_name in env:
             rank, size, local = int(env[rank_name]), int(env[size_name]), int(env.get(local_name, 0))

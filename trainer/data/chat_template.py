@@ -59,7 +59,10 @@ def _limit_rendering() -> Iterator[None]:
 
 
 class ChatTemplate:
-    """Renders conversations with a template, and finds answers. Raises UserError if the template cannot do that."""
+    """Renders conversations with one template, and finds the tokens that begin and end answers.
+
+    Raises UserError if the template does not compile, or cannot render a question and an answer.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
         self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)

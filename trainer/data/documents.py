@@ -299,7 +299,10 @@ def _list_sides(example: Example) -> list[Conversation | PlainText]:
 def encode_source(
     source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
 ) -> "tuple[Dataset, SourceReport]":
-    """Return a source's documents, memory-mapped from `file`, and a report. Raises UserError for a bad record."""
+    """Return a source's documents, memory-mapped from `file` (or a file per worker next to it), and a report on them.
+
+    Raises UserError for the first record that cannot be read, unless bad records are skipped.
+    """
     from datasets import Dataset, Features, List, Value
 
     columns = {name: List(Value(kind)) for name, kind in LISTS.items()}

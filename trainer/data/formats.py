@@ -46,7 +46,10 @@ def detect_format(
     *,
     has_chat_template: bool,
 ) -> RecordFormat:
-    """Determine a source's format from its settings and first record. Raises UserError if no format matches."""
+    """Determine a source's format from the configuration, the column names and the first record.
+
+    Raises UserError if the fields match no format, or do not match the configured format.
+    """
     format_ = "custom" if source.format == "auto" and source.template else source.format
     lists = [name for name, value in first_record.items() if isinstance(value, list) and {*map(type, value)} == {str}]
     if lists and len(lists) == len(first_record) and not {*lists} & {*TURN_LISTS}:

@@ -52,7 +52,10 @@ class ImageParts:
         return text.replace(PLACEHOLDER, IMAGE_MARKER)
 
     def encode_images(self, origin: str) -> tuple[bytes, ...]:
-        """Return each image's bytes or file reference, in order. Raises UserError for missing or surplus images."""
+        """Return each image's bytes or file reference (see `encode_image`), in order.
+
+        Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
+        """
         count, images = self._values.count(None), list[Any]()
         if self._name is not None and (count or self._name != "image"):
             value = self._record[self._name]

@@ -48,7 +48,10 @@ class ChatSpans:
 
 @lru_cache(maxsize=16)
 def mark_template(source: str) -> str:
-    """Return the template with markers around loop bodies and generation blocks. Raises TemplateSyntaxError."""
+    """Return the template with markers at the start of each loop body and generation block, and after their ends.
+
+    Raises jinja2.TemplateSyntaxError if the template cannot be parsed.
+    """
     # The same options as in transformers, since they determine the whitespace that tags strip. The lexer already strips
     # it, so text is written as output expressions, from which tags strip nothing.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

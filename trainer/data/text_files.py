@@ -85,7 +85,10 @@ def get_data_suffix(path: Path) -> str:
 
 
 def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
-    """Yield the decoded lines of a file. Raises UserError for a line that is not text, or yields a `_BadLine`."""
+    """Yield the decoded lines of a file, with their line endings; .gz files are decompressed.
+
+    Raises UserError for a line that is not text, or yields it as a `_BadLine` if `keep_bad` is set.
+    """
     number = offset = 0
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:

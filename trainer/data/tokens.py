@@ -37,7 +37,10 @@ def encode_spans(
     spans: Sequence[Sequence[WeightedSpan]],
     origins: Sequence[str],
 ) -> list[EncodedDocument]:
-    """Tokenize texts; tokens that overlap a span have its weight. Raises UserError if they decode to other text."""
+    """Tokenize texts without adding special tokens; tokens that overlap a span have its weight.
+
+    Raises UserError if the trained tokens do not decode to the spans' text.
+    """
     if not texts:
         return []
     for text, origin in zip(texts, origins, strict=True):

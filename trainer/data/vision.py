@@ -63,7 +63,10 @@ class ImageReader:
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
     def build_edits(self, text: str, stored: Sequence[bytes], origin: str) -> tuple[list[Edit], bool]:
-        """Return a text's image replacements, and whether one is animated. Raises UserError for unreadable images."""
+        """Return the replacement for each image placeholder in a text, and whether any image is animated.
+
+        Raises UserError if an image cannot be read, or if the text has more or fewer placeholders than images.
+        """
         starts = [match.start() for match in re.finditer(re.escape(self.token), text)]
         if len(starts) != len(stored):
             raise UserError(

@@ -86,7 +86,10 @@ def _scale_rope(scaling: RopeScaling, text_config: Any) -> None:
 
 
 def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
-    """Check the headers of local weights against the model; return warnings. Raises UserError if they do not fit."""
+    """Check the headers of local weight files against the model; return warnings about unused tensors.
+
+    Raises UserError if a file is damaged or missing, or if the weights do not match the model.
+    """
     if is_random(base_model) or not has_local_weights(base_model, section):
         return []
     model_class = type(build_empty_model(model_config, section))

@@ -98,7 +98,10 @@ def _find_processor_class(base_model: str, revision: str, model_config: Any) -> 
 
 
 def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> PromptImages | None:
-    """Load the images of `--image`; None without a `reader`. Raises UserError if an image is missing."""
+    """Load the images given with `--image`; return None if the model has no `reader`.
+
+    Raises UserError if an image is missing, or if images are given without a reader.
+    """
     if reader is None:
         if files:
             raise UserError(

@@ -64,7 +64,10 @@ class IntegerFormat:
 def choose_integer_format(
     kind: IntegerKind, widths: Mapping[str, int], dtype: torch.dtype, *, setting: str
 ) -> IntegerFormat:
-    """Choose the integer format for these input widths, with scales in `dtype`. Raises UserError if none fits."""
+    """Choose the integer format for layers with these input widths; its scales are stored in `dtype`.
+
+    Raises UserError, naming `setting`, if no group size divides the width of a layer.
+    """
     if kind == "int8":
         return IntegerFormat(kind, None, dtype)
     for group in GROUP_SIZES:

@@ -78,7 +78,10 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
 
 
 def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
-    """Return the weight files to load: one, or those in the index. Raises UserError if files are missing."""
+    """Return the weight files that transformers or diffusers would load: a single file, or the files in the index.
+
+    Raises UserError, prefixed with `setting`, if files are missing.
+    """
     weights = f"{stem}.safetensors"
     if (folder / weights).exists():
         return [folder / weights]

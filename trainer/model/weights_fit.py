@@ -24,7 +24,11 @@ from trainer.model.tensor_files import SafetensorsFiles
 
 
 def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
-    """Check file headers against the model; return warnings. Raises UserError, naming `setting`, for unfit weights."""
+    """Check the headers of the files against the model; return warnings about unused tensors.
+
+    Raises UserError, prefixed with `setting`, if weights are missing or have the wrong shape, if config.json does not
+    declare their quantization, or if entire layers are unused.
+    """
     format_ = find_stored_format(model_config)
     if isinstance(format_, FourBitFormat):
         stored = FourBitFiles(files, format_, setting).read_shapes()

@@ -39,7 +39,10 @@ def check_reporters(logging: LoggingSection) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """Return the records of metrics.jsonl in order, without a truncated last one. Raises UserError if invalid."""
+    """Return the records of `run_dir/metrics.jsonl` in file order, omitting a truncated last line.
+
+    Raises UserError if the file is missing or another line is invalid.
+    """
     path = run_dir / METRICS_FILE
     try:
         lines = read_bytes(path, MAX_METRICS_BYTES).split(b"\n")

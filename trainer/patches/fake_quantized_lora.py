@@ -28,7 +28,10 @@ from trainer.patches.replace import replace
 
 @replaces("the forward of PEFT's LoRA layers, with rounding")
 def install_fake_quantization(model: nn.Module, kind: IntegerKind, dtype: torch.dtype) -> list[str]:
-    """Fake-quantize merged weights in each forward pass; return console lines. Raises UserError if impossible."""
+    """Make adapted layers fake-quantize their merged weights in each forward pass; return lines for the console.
+
+    Raises UserError if torchao is missing or a layer cannot be quantized.
+    """
     from peft.tuners.lora import LoraLayer
 
     setting = f"training.qat={kind}"

@@ -38,7 +38,10 @@ AttentionResults = deque[list[Any]]
 
 @replaces("`_gradient_checkpointing_func` of decoder layers and the forward of their MLPs")
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
-    """Set up `training.gradient_checkpointing`; return a line for the console, or None if checkpointing is off."""
+    """Set up `training.gradient_checkpointing`; return a line for the console, or None if checkpointing is off.
+
+    Raises UserError if `selective` finds no feed-forward part.
+    """
     mode = training.gradient_checkpointing
     if mode == "none":
         return None

@@ -51,7 +51,10 @@ class AdapterPair:
 
 
 def find_pairs(model: nn.Module) -> list[AdapterPair]:
-    """Return the LoRA pairs of the selected or active adapters, in module order. Raises UserError if there are none."""
+    """Return the LoRA pairs, in module order, of the selected adapter or, if none is selected, of the active adapters.
+
+    Raises UserError if there are no pairs, or a factor is not a matrix.
+    """
     from peft.tuners.lora import LoraLayer
 
     pairs: list[AdapterPair] = []

@@ -97,7 +97,10 @@ def build_initial_state(law: Law) -> ControllerState:
 
 
 def advance(law: Law, state: ControllerState, measured: float) -> ControllerState:
-    """Return the state after a measurement of S (in [0, 1]) or K (bits per token). Raises ValueError otherwise."""
+    """Return the state after a measurement of S (dimensionless, in [0, 1]) or of K (bits per token).
+
+    Raises ValueError for any other number, since continuing would hide a broken run.
+    """
     if law.form == "kl" and not 0.0 <= measured < math.inf:
         raise ValueError(f"K={measured}: must be finite and not negative; the logits contain NaN or infinity")
     if law.form != "kl" and not 0.0 <= measured <= 1.0:

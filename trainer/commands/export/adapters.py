@@ -28,7 +28,10 @@ ADAPTER_FORMATS = ("peft", "vllm", "sglang", "gguf-lora")
 
 
 def export_adapter(run: FinishedRun, format_: str, output: Path) -> list[str]:
-    """Write the adapter to `output`; return lines to print. Raises UserError if the program cannot apply it."""
+    """Write the adapter to `output`, a folder (gguf-lora: a file); return lines to print.
+
+    Raises UserError if the target program cannot apply the adapter.
+    """
     tokenizer = load_saved_tokenizer(run)  # read before anything is written
     with temporary_output(output) as folder:
         if format_ == "gguf-lora":

@@ -27,7 +27,10 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
-    """Write tokens, merges and template for `rows` embeddings. Raises UserError for rules unknown to llama.cpp."""
+    """Write tokens, merges, special tokens and the chat template; `rows` is the number of embedding rows.
+
+    Raises UserError if the tokenizer's rules have no known name in llama.cpp.
+    """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]
     if model["type"] != "BPE":

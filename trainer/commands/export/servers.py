@@ -37,7 +37,10 @@ EXPORT_MERGED_FIX = "export the merged model with --format hf"
 
 
 def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> None:
-    """Rewrite the adapter in `folder` for `server`. Raises UserError, before writing, if it is not supported."""
+    """Rewrite the adapter in `folder` for `server`.
+
+    Raises UserError, before writing anything, if the server does not support the adapter.
+    """
     check_adapter_supported(folder, server)
     model_type = load_model_config(base_model, section).get_text_config().model_type
     factors = read_factors(folder, base_model, section, complete_groups=server == "sglang")

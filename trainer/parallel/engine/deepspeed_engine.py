@@ -22,7 +22,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Resolve `auto` to bf16 (compute capability 8.0), fp16 or, on a CPU, fp32. Raises UserError if unsupported."""
+    """Resolve `auto` to bf16 on GPUs of compute capability 8.0 or higher, fp16 on older ones, fp32 on a CPU.
+
+    Raises UserError if the device does not support the precision.
+    """
     if device.type != "cuda":
         if precision == "fp16":
             raise UserError("training.precision=fp16: needs a GPU, but none was found; use auto, bf16 or fp32")

@@ -52,7 +52,10 @@ class Ranks:
     def from_environment(
         cls, environment: dict[str, str] | None = None, *, expected_world_size: int | None = None
     ) -> "Ranks":
-        """Read this process's ranks from the launcher's variables. Raises UserError if they are inconsistent."""
+        """Read this process's ranks from the launcher's environment variables; default to a single rank.
+
+        Raises UserError if the number of ranks is not `expected_world_size`, or if the variables contradict each other.
+        """
         try:
             _, rank, world_size, local_rank = read_rank_variables(os.environ if environment is None else environment)
         except ValueError as error:
@@ -72,7 +75,10 @@ class Ranks:
 
 
 def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPUs. Raises UserError for a taken port or a missing GPU."""
+    """Join the process group of all ranks: NCCL on GPUs, gloo on CPUs.
+
+    Raises UserError if the port is taken, this rank has no GPU, or MPI started the ranks and mpi4py is missing.
+    """
     if dist.is_initialized():
         return
     import deepspeed
@@ -131,7 +137,10 @@ def set_process_group_timeouts(minutes: float) -> None:
 
 
 def set_rendezvous_variables(ranks: Ranks) -> None:
-    """Set torch's rendezvous variables if unset. Raises UserError if MPI started the ranks without mpi4py."""
+    """Set torch's rendezvous variables, unless the launcher has set them.
+
+    Raises UserError if MPI started the ranks and mpi4py is not installed.
+    """
     family = read_rank_variables(os.environ)[0]
     os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size), "LOCAL_RANK": str(ranks.local_rank)}
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
