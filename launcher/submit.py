@@ -102,10 +102,8 @@ def _check_array(array: str | None, lines: list[str]) -> None:
         if lines and last >= len(lines):
             raise UserError(f"--array {array}: the sweep has {len(lines)} runs; use 0 to {len(lines) - 1}")
     if array is not None and not lines and not array.endswith("%1"):
-        raise UserError(
-            f"--array {array}: its tasks would train in the same folder at once; give them different settings with "
-            f"--sweep key=value,value, or run one at a time with --array {array}%1"
-        )
+        fix = f"give them different settings with --sweep key=value,value, or run one at a time with --array {array}%1"
+        raise UserError(f"--array {array}: its tasks would train in the same folder at once; {fix}")
 
 
 def submit(
