@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFileError, check_type, read_json
+from trainer.config.files import UnreadableFileError, check_type, describe_broken_link, read_json
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems
 WEIGHT_SUFFIXES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
@@ -97,7 +97,8 @@ def check_source(setting: str, name: str) -> None:
         raise UserError(f"{prefix}: no such file; fix the path")
     if not HUB_NAME.fullmatch(name):
         nearest = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        raise UserError(f"{prefix}: no such folder ({nearest} exists); {SOURCE_FIX}")
+        problem = describe_broken_link(path) or f"no such folder ({nearest} exists)"
+        raise UserError(f"{prefix}: {problem}; {SOURCE_FIX}")
 
 
 def check_config_file(base_model: str) -> None:
