@@ -173,7 +173,8 @@ class Mistake:
 
     def concerns(self, names: Collection[str]) -> bool:
         """Return whether `names` contains one of the mistake's settings or one of their sections."""
-        return any(f"{setting}.".startswith(f"{name}.") for setting in self.settings for name in names)
+        pairs = [(f"{setting}.", f"{name}.") for setting in self.settings for name in names]
+        return any(setting.startswith(name) or name.startswith(setting) for setting, name in pairs)
 
 
 MISSING_DATA = Mistake(
