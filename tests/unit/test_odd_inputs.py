@@ -422,13 +422,13 @@ def test_a_link_to_itself_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         for path in (link, link / "x"):
             assert validate([str(ground / "base.yaml"), f"{name}={path}"]) == 2
             assert f"{name}={path}{problem}" in capsys.readouterr().err
-    for path, call in (
+    for place, call in (
         (f"{link}/metrics.jsonl", lambda: report([str(link), str(ground)])),
         (link, lambda: generate.main([str(link), "hi"])),
         (f"--json={link}", lambda: evaluate([str(ground / "run"), "--json", str(link)])),
     ):
         assert call() == 2
-        assert f"{path}{problem}" in capsys.readouterr().err
+        assert f"{place}{problem}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
