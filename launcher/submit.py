@@ -103,10 +103,8 @@ def _check_array(array: str | None, lines: list[str]) -> None:
                 f"--array {array}: the sweep has {format_count(len(lines), 'run')}; use 0 to {len(lines) - 1}"
             )
     if array is not None and not lines and not array.endswith("%1"):
-        raise UserError(
-            f"--array {array}: its tasks would train in the same folder at once; give them different settings with "
-            f"--sweep key=value,value, or run one at a time with --array {array}%1"
-        )
+        fix = f"give them different settings with --sweep key=value,value, or run one at a time with --array {array}%1"
+        raise UserError(f"--array {array}: its tasks would train in the same folder at once; {fix}")
 
 
 def submit(

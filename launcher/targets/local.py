@@ -99,10 +99,8 @@ def build_local_command(
         raise UserError(f"--num-gpus {num_gpus}: only {format_count(len(gpus), 'GPU')} found; remove it to use all")
     cores = len(os.sched_getaffinity(0))
     if not gpus and num_gpus is not None and num_gpus > max(cores, CPU_RANKS):
-        raise UserError(
-            f"--num-gpus {num_gpus}: no GPU found, and each CPU rank needs one of the {cores} cores; use "
-            f"--num-gpus {max(cores, CPU_RANKS)} or fewer"
-        )
+        fix = f"use --num-gpus {max(cores, CPU_RANKS)} or fewer"
+        raise UserError(f"--num-gpus {num_gpus}: no GPU found, and each CPU rank needs one of the {cores} cores; {fix}")
     numbers = list(gpus)[:num_gpus] if gpus else list(range(num_gpus or CPU_RANKS))
     manual_argv = [_find_deepspeed()]
     if IMPLICIT_HOSTFILE.is_file():

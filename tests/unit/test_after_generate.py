@@ -336,7 +336,7 @@ def test_a_chat_remembers_until_it_begins_anew(
 ) -> None:
     seen: list[list[dict[str, str]]] = []
     monkeypatch.setattr(chat, "encode_prompt", lambda t, s, it, *x: (seen.append(it), encode_prompt(t, s, it, *x))[1])
-    monkeypatch.setattr("sys.stdin", io.StringIO("red cat\nover\n/help\n/new\nseven\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("red cat\nover\n/help\n/quit\n/new\nseven\n"))
     assert chat.main([str(run_dir), "--temperature", "0", "--max-new-tokens", "4"]) == 0
     assert [[turn["role"] for turn in turns] for turns in seen] == [["user"], ["user", "assistant", "user"], ["user"]]
     captured = capsys.readouterr()

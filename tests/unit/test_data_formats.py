@@ -442,6 +442,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("completion turn 1", "train='yes'", "true, false"),
     ),
+    "a call as text": ({"messages": [ASK, {**SAY, "function_call": "f"}]}, {}, ("turn 2", "no function.name")),
+    "arguments that are a list": (
+        {"messages": [ASK, {**SAY, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        {},
+        ("turn 2", "arguments of f are a list; use a record of names and values"),
+    ),
     "tools not JSON": ({"messages": [ASK, SAY], "tools": "[{"}, {}, ("record 1", "tools are not JSON")),
     "history of singles": (
         {"instruction": "a", "output": "b", "history": [["a"]]},

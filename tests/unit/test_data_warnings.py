@@ -71,7 +71,8 @@ def test_what_the_template_leaves_out_is_counted(tokenizer: PreTrainedTokenizerB
     lines = stats_of(tokenizer).format_summary()  # ChatML writes what is in the content, and no field but that
     assert [line for line in lines if line.startswith("warning: dataset: 2 of 4 records have reasoning")]
     lines = stats_of(tokenizer, chat_template=THINKING).format_summary()  # only that of the last answer, from its field
-    assert [line for line in lines if line.startswith("warning: dataset: 3 of 4 records have reasoning")]
+    (line,) = [line for line in lines if line.startswith("warning: dataset: 3 of 4 records have reasoning")]
+    assert line.endswith("; first: record 2")
     assert "reasoning" not in str(stats_of(tokenizer, chat_template=THINKING, max_samples=1).format_summary())
 
 

@@ -186,7 +186,7 @@ def test_bad_turns_are_named(ground: Path) -> None:
         rows_of(ground, good, good | {"messages": [ANSWER, ASK]})
     with pytest.raises(UserError, match="record 2: messages is empty"):
         rows_of(ground, good, good | {"messages": [ASK, ANSWER | {"content": " "}]})
-    with pytest.raises(UserError, match=r"record 2: messages has a turn with weight=0\.5: the answers of pairs"):
+    with pytest.raises(UserError, match=r"record 2, messages turn 1: weight=0\.5: the answers of pairs"):
         rows_of(ground, good, good | {"messages": [ASK, ANSWER | {"weight": 0.5}]})
 
 

@@ -28,6 +28,7 @@ from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_b
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands import generate, push
 from trainer.commands.estimate import main as estimate
+from trainer.commands.evaluate import main as evaluate
 from trainer.commands.inspect import main as inspect
 from trainer.commands.prepare_run import main as prepare_run
 from trainer.commands.tailor import main as tailor
@@ -419,7 +420,7 @@ def test_yaml_that_is_no_setting_has_a_fix(text: str, line: str, tmp_path: Path)
          "record 1: rejected is a list of strings; keep one of them"),
         ("d.json", {"version": 1, "data": [CHAT]}, [], r"is a mapping of lists \(data\), .*, e.g. {messages: data}"),
         ("d.json", [CHAT], ["dataset.path=*.jsonl"], "use a folder with patterns in dataset.data_files, or several"),
-        ("d.jsonl", None, [], "d.jsonl: is a link to gone, which does not exist; fix the path, or the link"),
+        ("d.jsonl", None, [], "d.jsonl is a symlink to gone, which does not exist; fix the path, or the link"),
     ],
 )  # fmt: skip
 def test_data_of_another_form_is_described(name: str, content: Any, more: list[str], line: str, tmp_path: Path) -> None:
@@ -444,11 +445,18 @@ def test_places_that_are_no_folders_are_named(tmp_path: Path) -> None:
 def test_a_link_to_itself_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ground, link = make_ground(tmp_path), tmp_path / "link"
     link.symlink_to(link)
-    for folder, problem in ((link, "File exists"), (link / "x", "Too many levels of symbolic links")):
-        assert validate([str(ground / "base.yaml"), f"dataset.cache_dir={folder}"]) == 2
-        assert f"dataset.cache_dir={folder}: cannot be written ({problem}); " in capsys.readouterr().err
-    assert report([str(link), str(ground)]) == 2
-    assert f"{link}/metrics.jsonl: cannot be read (Too many levels of symbolic links)" in capsys.readouterr().err
+    problem = f": {link} is a symlink to {link}, which leads back to it; "
+    for name in ("dataset.cache_dir", "dataset.path", "dataset.chat_template", "base_model", "output_dir"):
+        for path in (link, link / "x"):
+            assert validate([str(ground / "base.yaml"), f"{name}={path}"]) == 2
+            assert f"{name}={path}{problem}" in capsys.readouterr().err
+    for place, call in (
+        (f"{link}/metrics.jsonl", lambda: report([str(link), str(ground)])),
+        (link, lambda: generate.main([str(link), "hi"])),
+        (f"--json={link}", lambda: evaluate([str(ground / "run"), "--json", str(link)])),
+    ):
+        assert call() == 2
+        assert f"{place}{problem}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -805,6 +813,18 @@ def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_
             "record 1, turn 1: is a string; write a record",
         ),
         ("d.jsonl", b'{"text ": "a"}\n', "the records have 'text ', not messages"),
+        ("d.csv", b"a,\n1,2\n", "the CSV file, which does not name column 2), not messages"),
+        ("d.jsonl", b'\xef\xbb\xbf\r\n{"text": "a"}\r\n\r\n{"text": 3}\r\n', "record 2 (line 4 of d.jsonl): text is a"),
+        (
+            "d.jsonl",
+            b'{"text": null}\n{"text": "a"}\n',
+            "record 1: text is missing (the record has no fields); add it, or",
+        ),
+        (
+            "d.jsonl",
+            b'{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "c", "label": false}\n',
+            "record 1: label is missing; set it to true",
+        ),
         ("d.csv", b"# made by x\nprompt,completion\na,b\n", "remove lines above the header"),
     ],
 )

@@ -363,12 +363,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a weight": (
         {"prompt": [ASK], "chosen": [said("assistant", "a") | {"weight": 0}], "rejected": [said("assistant", "b")]},
-        "record 2: chosen has a turn with weight=0: the answers of pairs",
+        "record 2, chosen turn 1: weight=0: the answers of pairs",
     ),
     "a mask": (
         {"chosen": [ASK | {"mask": 1}, said("assistant", "a") | {"train": True, "mask": False}],
          "rejected": [ASK | {"mask": 1}, said("assistant", "b") | {"masked": True}]},
-        "record 2: rejected has a turn with masked=true: the answers of pairs",
+        "record 2, rejected turn 1: masked=true: the answers of pairs",
     ),
     "two forms": (
         {"chosen": [ASK, said("assistant", "a")], "rejected": "b"}, "record 2: one of chosen and rejected is a string",

@@ -11,7 +11,7 @@ from tests.tiny import CHATML
 from tests.unit.test_chat_templates import tokenizer_of
 from tests.unit.test_data_chat import trained_texts
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.data.conversations import render_prompt
+from trainer.data.conversations import DROPPED_REASONING, DROPPED_TEXT, render_prompt
 from trainer.data.documents import DocumentEncoder
 from trainer.data.formats import detect_format
 from trainer.data.samples import Sample
@@ -107,6 +107,26 @@ def test_every_block_of_reasoning_is_masked_or_removed(name: str) -> None:
     assert trained_texts(tokenizer, encode(tokenizer, talk, thinking="mask")) == trained
     assert trained_texts(tokenizer, encode(tokenizer, talk, thinking="strip")) == [f"{stripped}{END}"]
     assert trained_texts(tokenizer, encode(tokenizer, talk)) == [f"{content}{END}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "warnings"),
+    [
+        ("<think>a</think>b", {"reasoning_content": "c"}, []),
+        ("<think>a</think>b", {}, []),
+        ("c <think>a</think>b", {}, [DROPPED_TEXT]),
+        ("<think>a</think>b <think>d</think>c", {}, [DROPPED_REASONING, DROPPED_TEXT]),
+    ],
+)
+def test_text_that_qwen3_drops_is_reported(content: str, more: dict[str, str], warnings: list[str]) -> None:
+    """Its template renders the last block of an answer alone, and nothing before it."""
+    tokenizer = tokenizer_of("qwen3")
+    encoder, record = (
+        DocumentEncoder(tokenizer, DatasetSection()),
+        {"messages": [TALK[0], turn("assistant", content, **more)]},
+    )
+    fmt = detect_format(SourceSection(), list(record), record, "dataset", has_chat_template=True)
+    assert encoder.encode_rows([record], 0, fmt, "dataset")["unread"] == [warnings]
 
 
 @pytest.mark.parametrize("train_on", ["all", "user,assistant"])

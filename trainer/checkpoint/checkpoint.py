@@ -95,10 +95,8 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     tensors = assemble_state(StatePieces.read(_load_tensors(file), read_safetensors_header(file)[1]) for file in files)
     engine_state = EngineState(engine)
     if mismatch := engine_state.find_mismatch(tensors):
-        raise UserError(
-            f"{checkpoint}: {mismatch}, so it was saved with another model, adapter or optimizer; use the settings of "
-            f"that run, or start a new run with lora.adapter_path: {checkpoint}"
-        )
+        fix = f"use the settings of that run, or start a new run with lora.adapter_path: {checkpoint}"
+        raise UserError(f"{checkpoint}: {mismatch}, so it was saved with another model, adapter or optimizer; {fix}")
     exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
     engine_state.restore_averaging_state(state.get("averages", []))
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())

@@ -82,10 +82,8 @@ def _choose_newest_intact(setting: str, run_dir: Path, verify: bool) -> Checkpoi
             "start a new run in another output_dir"
         )
     if setting == "latest":
-        raise UserError(
-            f"training.resume_from_checkpoint=latest: no complete checkpoint in {run_dir}; "
-            "use auto to start from scratch"
-        )
+        fix = "use auto to start from scratch"
+        raise UserError(f"training.resume_from_checkpoint=latest: no complete checkpoint in {run_dir}; {fix}")
     return CheckpointChoice(None)
 
 

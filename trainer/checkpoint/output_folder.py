@@ -16,6 +16,7 @@ from trainer.checkpoint.checkpoint_files import choose_checkpoint, list_checkpoi
 from trainer.checkpoint.run_record import LOGS, is_run_folder, list_run_files
 from trainer.config import RunConfig, SourceSection, UserError
 from trainer.config.evaluation_section import check_task_names
+from trainer.config.files import describe_broken_link
 from trainer.contract.folder_lock import describe_live_holder
 from trainer.contract.json_records import SWEEP_RECORD_FILE
 from trainer.contract.object_store import fetch_run
@@ -130,11 +131,8 @@ def _describe_move_problem(folder: Path) -> str | None:
 def _find_nearest_existing(folder: Path) -> Path:
     """Return the folder or its nearest existing parent. Raises UserError for a broken link or an unresolvable `..`."""
     for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            raise UserError(
-                f"output_dir={folder}: {path} is a symlink to {os.readlink(path)}, which does not exist; create that "
-                "folder, or use another"
-            )
+        if problem := describe_broken_link(path):
+            raise UserError(f"output_dir={folder}: {problem}; fix the link, or use another folder")
         if path.exists():
             if ".." in (missing := folder.relative_to(path).parts):
                 name = path.joinpath(*missing[: missing.index("..")])

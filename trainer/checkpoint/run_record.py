@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.files import check_type, read_json
+from trainer.config.files import check_type, describe_broken_link, read_json
 from trainer.contract.folder_lock import LOCK_FILE
 from trainer.contract.home import CHECKOUT
 from trainer.contract.known_versions import read_package_versions
@@ -44,7 +44,7 @@ IGNORED_ENTRIES = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 def find_run_dir(folder: Path) -> Path:
     """Return the output folder of a run, given that folder or a checkpoint in it. Raises UserError for other paths."""
     if not folder.is_dir():
-        problem = "is a file" if folder.is_file() else "no such folder"
+        problem = "is a file" if folder.is_file() else describe_broken_link(folder) or "no such folder"
         raise UserError(f"{folder}: {problem}; pass the output_dir of a run, or a checkpoint-N in it")
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():

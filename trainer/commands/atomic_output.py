@@ -39,10 +39,8 @@ def check_output(output: Path) -> None:
         except OSError:
             continue  # no permission to read this parent folder
         if holder is not None:
-            raise UserError(
-                f"{output}: a run is training in {folder} ({holder}) and may delete files there; "
-                "use a folder elsewhere with --output"
-            )
+            fix = "use a folder elsewhere with --output"
+            raise UserError(f"{output}: a run is training in {folder} ({holder}) and may delete files there; {fix}")
 
 
 @contextmanager

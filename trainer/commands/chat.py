@@ -1,5 +1,6 @@
 """`zerolora chat RUN`: chat with a trained adapter, with streamed answers."""
 
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,8 @@ def converse(conversation: Conversation) -> None:
                 conversation.turns = []
             elif line == "/help":
                 print(HELP, file=sys.stderr)
+            elif re.fullmatch(r"/\w+", line):
+                raise UserError(f"{line}: not a command; /help lists them")
             else:
                 conversation.ask(str(replace_invalid_unicode(line)))
         except KeyboardInterrupt:

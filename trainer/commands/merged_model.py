@@ -153,10 +153,8 @@ def _choose_dtype(run: FinishedRun, dtype: str) -> torch.dtype:
             f"the 16-bit model with --base-model and {ALLOW_MISMATCH_OPTION}, or use --dtype bf16"
         )
     if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and stored_format is None:
-        raise UserError(
-            f"base_model={run.config.base_model}: is quantized, and merging needs full precision; pass the "
-            f"original model with --base-model and {ALLOW_MISMATCH_OPTION}"
-        )
+        fix = f"pass the original model with --base-model and {ALLOW_MISMATCH_OPTION}"
+        raise UserError(f"base_model={run.config.base_model}: is quantized, and merging needs full precision; {fix}")
     if dtype not in ("auto", "stored"):
         return DTYPES[dtype]
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32

@@ -51,10 +51,8 @@ def find_server(requested: str, python: str) -> Server:
         raise UserError(f"--server llama.cpp: {PROGRAM} is not on PATH; install llama.cpp, or use another server")
     names, package = ("vllm and sglang", "vllm") if requested == "auto" else (requested, requested)
     other = f", or put {PROGRAM} (llama.cpp) on PATH" if requested == "auto" else ""
-    raise UserError(
-        f"--server {requested}: {names} not found by {python}; `pip install {package}` in a separate environment, and "
-        f"pass its Python with --python{other}"
-    )
+    fix = f"`pip install {package}` in a separate environment, and pass its Python with --python{other}"
+    raise UserError(f"--server {requested}: {names} not found by {python}; {fix}")
 
 
 def split_server_options(text: str) -> list[str]:

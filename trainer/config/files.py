@@ -4,7 +4,9 @@ Hostfiles, model files and run files can be damaged, incomplete or edited by han
 module and passes the expected type as `type_`, so that no file causes a traceback.
 """
 
+import errno
 import json
+import os
 import stat
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,6 +43,18 @@ class TensorEntry:
     data_offsets: tuple[int, int]
 
 
+def describe_broken_link(path: Path) -> str | None:
+    """Describe the symlink that makes a path unusable: it has no target, or is in a loop; None if there is none."""
+    problems = {errno.ENOENT: "does not exist", errno.ELOOP: "leads back to it"}
+    for part in (path, *path.parents):
+        try:
+            part.stat()
+        except (OSError, ValueError) as error:
+            if os.path.islink(part) and (problem := problems.get(getattr(error, "errno", 0))):
+                return f"{part} is a symlink to {os.readlink(part)}, which {problem}"
+    return None
+
+
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a regular file.
 
@@ -65,9 +79,8 @@ def _read_bytes(path: Path, offset: int, count: int) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(error.errno, "No such file or directory", str(path)) from None
     except OSError as error:
-        raise UnreadableFileError(
-            path, f"cannot be read ({error.strerror})", "check its permissions and disk"
-        ) from None
+        problem = describe_broken_link(path) or f"cannot be read ({error.strerror})"
+        raise UnreadableFileError(path, problem, "check its permissions, disk and links") from None
     except ValueError:  # a null character in the name
         raise UnreadableFileError(path, "is not a valid file name") from None
 

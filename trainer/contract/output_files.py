@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.files import read_bytes, read_json_or_default
+from trainer.config.files import describe_broken_link, read_bytes, read_json_or_default
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 # safetensors and tokenizers report the number only in their messages.
@@ -20,6 +20,8 @@ _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 def check_output_file(path: Path, label: str) -> None:
     """Raise UserError, prefixed with `label`, if no file can be written at `path`."""
     folder = path.absolute().parent
+    if problem := describe_broken_link(path):
+        raise UserError(f"{label}: {problem}; fix the link, or use another file")
     try:
         if path.is_dir():
             raise UserError(f"{label}: is a folder; use a file in it, such as {path / 'result'}{path.suffix}")

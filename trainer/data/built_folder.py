@@ -15,6 +15,7 @@ import xxhash
 from filelock import FileLock
 
 from trainer.config import UserError
+from trainer.config.files import describe_broken_link
 
 Loaded = TypeVar("Loaded")
 MANIFEST = "files.json"
@@ -109,6 +110,8 @@ def _build_unwritable_error(folder: Path, error: OSError) -> UserError:
             f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in this folder belongs to another user "
             f"({error.strerror}); ask its owner to run `chmod -R a+rX {folder}`, or use another folder"
         )
+    if problem := describe_broken_link(folder):
+        return UserError(f"dataset.cache_dir={folder}: {problem}; fix the link, or use another folder")
     problem = f"dataset.cache_dir={folder}: cannot be written ({error.strerror})"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return UserError(f"{problem}; use a folder, not a file")

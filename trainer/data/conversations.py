@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
+from trainer.config.errors import to_text
 from trainer.data.chat_template import ChatTemplate, Message, RenderError
 from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.markers import TURN_KEY, Spans, find_reasoning_spans, split_reasoning
@@ -24,8 +25,9 @@ CHAT_TEMPLATE_FIX = (
 )
 # How warnings describe the parts of a record that a template drops.
 DROPPED_REASONING = "reasoning that the chat template drops; see dataset.chat_template_kwargs"
+DROPPED_TEXT = "text around reasoning that the chat template drops; see dataset.thinking"
 DROPPED_SYSTEM = "a system turn that the chat template drops; see dataset.chat_template"
-RECORD_WARNINGS = (DROPPED_REASONING, DROPPED_SYSTEM, NO_END_TOKEN, FIRST_FRAME)
+RECORD_WARNINGS = (DROPPED_REASONING, DROPPED_TEXT, DROPPED_SYSTEM, NO_END_TOKEN, FIRST_FRAME)
 
 
 def load_chat_template(
@@ -161,11 +163,14 @@ class _RenderedChat:
         for message in self._chat:
             role, turn = message["role"], message[TURN_KEY]
             pieces = split_reasoning(message)
-            for reasoning in (*pieces[2::4], str(message.get("reasoning_content") or "")):
-                if not self._is_rendered(reasoning, turn, self._marked.reasoning):
-                    self.warnings[DROPPED_REASONING] = None
+            thoughts = [*pieces[2::4], str(message.get("reasoning_content") or "")]
+            if not self._are_rendered(thoughts, turn, self._marked.reasoning):
+                self.warnings[DROPPED_REASONING] = None
             calls = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
-            texts_are_rendered = all(self._is_rendered(text, turn, self._marked.texts) for text in pieces[::4])
+            texts_are_rendered = self._are_rendered(pieces[::4], turn, self._marked.texts)
+            if not texts_are_rendered and turn in self._marked.texts:  # a part of them is
+                self.warnings[DROPPED_TEXT] = None
+                texts_are_rendered = True
             if texts_are_rendered and all(name in self.text for name in calls):
                 if len(calls) > 1 and not self._template.writes_parallel_calls:
                     problem = f"renders one tool call per turn, but turn {turn + 1} has {len(calls)}"
@@ -175,11 +180,11 @@ class _RenderedChat:
             else:
                 raise UserError(f"{self._origin}: the chat template omits {role} turn {turn + 1}; {CHAT_TEMPLATE_FIX}")
 
-    def _is_rendered(self, text: str, turn: int, marked: Spans) -> bool:
-        core = text.strip()
-        if self._texts_are_marked or not core:
-            return not core or turn in marked
-        pieces = [piece.strip() for piece in core.split(IMAGE_MARKER)]
+    def _are_rendered(self, texts: Sequence[str], turn: int, marked: Spans) -> bool:
+        cores = [text.strip() for text in texts if text.strip()]
+        if self._texts_are_marked:
+            return len(cores) <= len(marked.get(turn, ()))
+        pieces = [piece.strip() for core in cores for piece in core.split(IMAGE_MARKER)]
         return all(piece in self.text or json.dumps(piece, ensure_ascii=False)[1:-1] in self.text for piece in pieces)
 
     def find_spans(self, train_on: frozenset[str], weights: Mapping[int, float]) -> None:
@@ -299,11 +304,12 @@ class _RenderedChat:
 def _check_variables(variables: Mapping[str, Any], sources: Sequence[str]) -> None:
     """Raise UserError for variables that no template uses, or that the trainer sets."""
     reserved = {"messages", *signature(render_jinja_template).parameters} - {"documents", "kwargs"}
-    for name in variables:
+    for name, value in variables.items():
+        setting = f"dataset.chat_template_kwargs.{name}={to_text(value)}"
         if name in reserved:
-            raise UserError(f"dataset.chat_template_kwargs.{name}: is set by the trainer; remove it")
+            raise UserError(f"{setting}: is set by the trainer; remove it")
         if not re.search(rf"\b{re.escape(name)}\b", "".join(sources)):
-            raise UserError(f"dataset.chat_template_kwargs.{name}: the chat template does not use it; remove it")
+            raise UserError(f"{setting}: the chat template does not use it; remove it")
 
 
 def _check_tools(conversation: Conversation, template: ChatTemplate, origin: str) -> None:

@@ -26,7 +26,7 @@ from trainer.data.pairs import LabeledAnswer, Pair, join_labeled_answers, join_p
 from trainer.data.records import Conversation, PlainText, find_prompt_format, flag_nonempty_answers, read_record
 from trainer.data.source_files import describe_source
 from trainer.data.sources import read_source
-from trainer.data.text_files import parse_row
+from trainer.data.text_files import describe_record, parse_row
 from trainer.data.tokens import EncodedDocument, detect_bos_token_id, encode_texts
 from trainer.data.vision import ImageReader
 
@@ -96,7 +96,7 @@ class DocumentEncoder:
     def detect_format(
         self, source: SourceSection, rows: Sequence[Mapping[str, Any]], label: str
     ) -> tuple[RecordFormat, dict[str, Any]]:
-        """Detect a source's format from its first rows; return the format and the first record.
+        """Detect a source's format from its first rows; return the format and each field's first value.
 
         Raises UserError if no format matches, or if a row cannot be read. With `skips_bad_records`, unreadable rows
         are ignored unless all of them are unreadable.
@@ -106,14 +106,16 @@ class DocumentEncoder:
             with suppress(UserError) if self.skips_bad_records else nullcontext():
                 records.append(parse_row(row))
         records = records or [parse_row(row) for row in rows]
-        fields = list(dict.fromkeys(name for record in records for name in record))
-        return detect_format(source, fields, records[0], label, has_chat_template=self.chat is not None), records[0]
+        # The first record may lack a field that decides the format, such as a label.
+        first = {name: value for record in reversed(records) for name, value in record.items() if value is not None}
+        fields = dict.fromkeys(name for record in records for name in record)
+        return detect_format(source, list(fields), first, label, has_chat_template=self.chat is not None), first
 
     def encode_rows(
         self, rows: Sequence[Mapping[str, Any]], first_index: int, fmt: RecordFormat, label: str
     ) -> dict[str, list[Any]]:
         """Return the columns (columns.yaml) for consecutive rows of a source. `first_index`: that of the first row."""
-        origins = [f"{label}, record {first_index + index + 1}" for index in range(len(rows))]
+        origins = [describe_record(label, number, row) for number, row in enumerate(rows, start=first_index + 1)]
         try:
             return self._encode_columns(rows, fmt, origins)
         except UserError:
@@ -218,14 +220,18 @@ class DocumentEncoder:
         notes = [fmt.note]
         if self.system_prompt and fmt.name == "completion":
             notes.append(f"warning: {label}: texts have no prompt, so dataset.system_prompt is not used")
-        counts = pc.value_counts(pc.list_flatten(table.column("unread"))).to_pylist()
+        flat = pc.list_flatten(table.column("unread"))
+        rows = pc.list_parent_indices(table.column("unread"))
+        records = np.cumsum(~table.column("continued").to_numpy())
+        counts = pc.value_counts(flat).to_pylist()
         unread = {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
         warnings = {phrase: unread.pop(phrase) for phrase in RECORD_WARNINGS if phrase in unread}
         if unread:
             names = join_names(f"{to_text(name, 30)} (in {count:,})" for name, count in unread.items())
             notes.append(f"{label}: unused fields in {total:,} records: {names}")
         for phrase, count in warnings.items():
-            notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}")
+            first = records[rows[pc.index(flat, phrase).as_py()].as_py()]
+            notes.append(f"warning: {label}: {count:,} of {total:,} records have {phrase}; first: record {first:,}")
         if problems:
             notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
         text = find_prompt_format(fmt, first_record)

@@ -1,5 +1,6 @@
 """Determine the format of a source and the meaning of its fields from the configuration or the first record."""
 
+import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,7 +172,9 @@ def _describe_missing_fields(source: SourceSection, columns: Sequence[str], labe
     if "input_ids" in columns:
         return "the records are already tokenized (input_ids), but only text is supported; use the original text"
     is_csv = any(suffix in (source.path or "").lower() for suffix in (".csv", ".tsv"))
-    header = " (from the first line of the CSV file)" * is_csv
+    unnamed = [name for name in columns if re.fullmatch(r"column \d+", name)]
+    gap = f", which does not name {join_names(unnamed)}" if unnamed else ""
+    header = f" (from the first line of the CSV file{gap})" * is_csv
     example = "{prompt: question, completion: answer}, {text: body}, or {chosen: better, rejected: worse}"
     return f"the records have {join_names(columns)}{header}, not {SUPPORTED_FIELDS}; set {label}.fields, e.g. {example}"
 
@@ -184,7 +187,8 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
         if name not in known and format_ != "custom":
             close = find_nearest(name, known)
             hint = f"did you mean {close}?" if close else f"use {', '.join(sorted(known))}"
-            raise UserError(f"{label}.fields.{name}: not a field of format {format_}; {hint}")
+            hint = f"write {column}: {name}" if name in columns and column in known else hint
+            raise UserError(f"{label}.fields.{name}={to_text(column)}: not a field of format {format_}; {hint}")
         if column not in columns and name not in inside_turns:
             raise UserError(f"{label}.fields.{name}={column}: no such field; the records have {join_names(columns)}")
         if others := [other for other in source.fields if source.fields[other] == column and other != name]:
@@ -193,18 +197,19 @@ def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], l
 
 def _find_template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
     assert source.template is not None
+    setting = f"{label}.template={to_text(source.template)}"
     try:
         texts = [source.template, source.template_without_input or ""]
         placeholders = [name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError as error:
-        raise UserError(f"{label}.template: {error}; write literal braces twice, as {{{{ or }}}}") from None
+        raise UserError(f"{setting}: {error}; write literal braces twice, as {{{{ or }}}}") from None
     names = {name: source.fields.get(name, name) for name in placeholders}
     if source.template_without_input:
         names.setdefault("input", source.fields.get("input", "input"))
     for name, column in names.items():
         # Records without an input need no field for it.
         if column not in columns and not (name == "input" and source.template_without_input):
-            raise UserError(f"{label}.template: the records have no field {{{name}}}; use {join_names(columns)}")
+            raise UserError(f"{setting}: the records have no field {{{name}}}; use {join_names(columns)}")
     return names
 
 

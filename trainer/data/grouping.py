@@ -198,10 +198,8 @@ def repeat_by_weight(members: IntArray, weight: float, generator: np.random.Gene
     repeats = int(weight)
     extra = generator.permutation(len(members))[: round((weight - repeats) * len(members))]
     if len(members) and not repeats and not len(extra):
-        raise UserError(
-            f"{label}.weight={weight:g}: selects none of the {len(members):,} records; "
-            f"use {1 / len(members):.1g} or more, or remove the source"
-        )
+        fix = f"use {1 / len(members):.1g} or more, or remove the source"
+        raise UserError(f"{label}.weight={weight:g}: selects none of the {len(members):,} records; {fix}")
     return _concatenate([members] * repeats + [members[np.sort(extra)]])
 
 
@@ -269,7 +267,8 @@ def _build_no_targets_error(section: DatasetSection, columns: Columns, records: 
     if section.too_long == "drop":
         problem = f"all {count} are longer, or have no trained token"
         return UserError(f"{length}: {problem}; raise max_length, or set dataset.too_long: cut")
-    return UserError(f"{length}: cuts all trained tokens of {count}; raise max_length, or set dataset.too_long: split")
+    split = "" if columns["answers"][records].any() else ", or set dataset.too_long: split"
+    return UserError(f"{length}: cuts all trained tokens of {count}; raise max_length{split}")
 
 
 def _concatenate(parts: Sequence[IntArray]) -> IntArray:

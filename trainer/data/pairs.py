@@ -52,7 +52,8 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
         raise UserError(f"{origin}: one of chosen and rejected is a string and the other a list; use one type for both")
     margin = fields.get(name := fmt.names["margin"]) or 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
-        problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}"
+        kind = f", not {describe_type(margin)}" if describe_type(margin) != "a number" else ""
+        problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}{kind}"
         raise UserError(f"{origin}: {name}={to_text(margin, 30)}: {problem}; fix it, or remove the field")
     prompt, is_chat = _read_prompt(fields, fmt, origin)
     if prompt in (None, []) or _is_conversation(answers[0]):
@@ -136,11 +137,11 @@ def _check_weights(answer: Any, turns: Conversation | None, name: str, origin: s
     """Raise UserError if an assistant turn of an answer has a weight below 1."""
     if turns is None or not isinstance(answer, list):
         return
-    for turn, message in zip(answer, turns.messages[-len(answer) :], strict=True):
+    for number, (turn, message) in enumerate(zip(answer, turns.messages[-len(answer) :], strict=True), start=1):
         for key in (*WEIGHT_FIELDS, *MASK_FIELDS) if message["role"] == "assistant" else ():
             if turn.get(key) is not None and turn[key] != (key in WEIGHT_FIELDS):
                 problem = "the answers of pairs and labeled answers are trained as a whole; remove the field"
-                raise UserError(f"{origin}: {name} has a turn with {key}={to_text(turn[key])}: {problem}")
+                raise UserError(f"{origin}, {name} turn {number}: {key}={to_text(turn[key])}: {problem}")
 
 
 def _read_answer(record: Mapping[str, Any], name: str, origin: str) -> Any:

@@ -10,7 +10,7 @@ from trainer.data.formats import describe_type, detect_format, join_names
 from trainer.data.records import Conversation, read_record
 from trainer.data.source_files import READERS, build_source
 from trainer.data.sources import read_rows, read_source
-from trainer.data.text_files import get_data_suffix, parse_row
+from trainer.data.text_files import describe_record, get_data_suffix, parse_row
 
 Prompt = str | list[dict[str, Any]] | Conversation
 """A text, or the turns of a conversation up to the model's answer (Turns if it has tools)."""
@@ -25,7 +25,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
     """
     source = build_source(path, setting)
     for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
-        yield _read_prompt(parse_row(row), f"{setting}={path}, record {number}")
+        yield _read_prompt(parse_row(row), describe_record(f"{setting}={path}", number, row))
 
 
 def read_sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:

@@ -129,11 +129,10 @@ def _read_example(
 ) -> SingleExample:
     for name in REQUIRED[fmt.name]:
         if record.get(fmt.names[name]) is None:
-            others = join_names(key for key, value in record.items() if value is not None)
-            raise UserError(
-                f"{origin}: {fmt.names[name]} is missing (the record has {others}); "
-                "move records of another format to a separate source under dataset.mix"
-            )
+            others = [key for key, value in record.items() if value is not None]
+            fix = "move records of another format to a separate source under dataset.mix"
+            fix = fix if others else "add it, or remove the record"
+            raise UserError(f"{origin}: {fmt.names[name]} is missing (the record has {join_names(others)}); {fix}")
     if fmt.name in ("messages", "sharegpt"):
         column = fmt.names["conversations" if fmt.name == "sharegpt" else "messages"]
         return _read_turns([(record[column], column, "", True)], record, fmt, origin)
@@ -200,7 +199,7 @@ def join_prompt_and_completion(
     parts = []
     for value, name, role in ((prompt, "prompt", "user"), (completion, "completion", "assistant")):
         turns = [{"role": role, "content": value}] if isinstance(value, str) else value
-        parts.append((turns, fmt.names[name], f"{name} ", name == "completion"))
+        parts.append((turns, fmt.names[name], f"{fmt.names[name]} ", name == "completion"))
     return _read_turns(parts, record, fmt, origin)
 
 
@@ -241,9 +240,7 @@ def _find_keys(turn: Any, fmt: RecordFormat) -> tuple[str, str]:
 def build_alpaca_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> str:
     """Join the instruction and the optional input, with headings if there is no chat template."""
     instruction = _read_text(record, fmt.names["instruction"], origin)
-    extra = record.get(fmt.names["input"]) or ""
-    if not isinstance(extra, str):
-        raise UserError(f"{origin}: {fmt.names['input']} is {describe_type(extra)}; use a string")
+    extra = _read_text(record, fmt.names["input"], origin) if record.get(fmt.names["input"]) else ""
     if fmt.alpaca_as_chat:
         return f"{instruction}\n\n{extra}" if extra else instruction
     return (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
@@ -285,7 +282,7 @@ def _read_message(
     if name in ("function_call", "tool_call") and not calls:
         call = _parse_json(content, "the tool call is", origin)
         calls, content = call if isinstance(call, list) else [call], None
-    elif isinstance(turn.get("function_call"), Mapping) and not calls:
+    elif turn.get("function_call") and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
         others = join_names(key for key, value in turn.items() if value)
@@ -348,6 +345,9 @@ def _read_tool_call(call: Any, origin: str) -> dict[str, Any]:
         raise UserError(f"{origin}: a tool call has no function.name; add it, with function.arguments")
     # A dict here; ChatTemplate converts it to the type that the template expects.
     arguments = _parse_json(function.get("arguments") or {}, f"arguments of {function['name']} are", origin)
+    if not isinstance(arguments or {}, Mapping):
+        problem = f"arguments of {function['name']} are {describe_type(arguments)}"
+        raise UserError(f"{origin}: {problem}; use a record of names and values")
     tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return tool_call | ({"id": call["id"]} if call.get("id") else {})
 

@@ -17,12 +17,13 @@ import xxhash
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import to_text
+from trainer.config.files import describe_broken_link
 from trainer.config.paths import find_similar_path, is_remote
 from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
 from trainer.data.built_folder import DISK_FULL
 from trainer.data.source_files import READERS, describe_missing_split, describe_source, find_data_files
-from trainer.data.text_files import LFS_POINTER, RAW_COLUMN, get_data_suffix, is_lfs_pointer, read_raw_records
+from trainer.data.text_files import LFS_POINTER, RAW_COLUMNS, get_data_suffix, is_lfs_pointer, read_raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -123,10 +124,12 @@ def resolve_local_path(source: SourceSection, label: str) -> Path | None:
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        _check_missing_path(source, path, where)
-        return None
-    except (OSError, ValueError) as error:  # no permission, a name that is too long, a symlink loop, a NUL byte
+    except (OSError, ValueError) as error:  # missing, no permission, a long name, a symlink loop, a NUL byte
+        if problem := describe_broken_link(path):
+            raise UserError(f"{where}: {problem}; fix the path, or the link") from None
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            _check_missing_path(source, path, where)
+            return None
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{where}: cannot be read ({reason}); fix the path, or its permissions") from None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -140,8 +143,6 @@ def _check_missing_path(source: SourceSection, path: Path, where: str) -> None:
     has_file_name = source.path.count("/") > 1 or get_data_suffix(path) in READERS
     if not (source.path.startswith(("/", "~", ".")) or has_file_name):
         return
-    if path.is_symlink():
-        raise UserError(f"{where}: is a link to {os.readlink(path)}, which does not exist; fix the path, or the link")
     near = find_similar_path(path)
     hint = f"did you mean {near}?" if near else "use a file, a folder or the Hub ID of a dataset"
     if "," in path.name or "*" in path.name:
@@ -178,7 +179,7 @@ def _read_files(
         if kind == "parquet":
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
         arguments = {"files": names, "kind": kind, "where": where, "text_mode": source.text_mode}
-        features = Features({RAW_COLUMN: Value("string")})
+        features = Features(dict.fromkeys(RAW_COLUMNS, Value("string")))
         if streaming:
             return IterableDataset.from_generator(read_raw_records, features=features, gen_kwargs=arguments)
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -338,10 +339,8 @@ def _select_part(records: "Dataset | IterableDataset", name: str, spec: str, lab
         return records.select(range(bounds.from_, bounds.to))
     counts = _COUNTS.match(spec.removeprefix(name))
     if counts is None:
-        raise UserError(
-            f"{label}.split={spec}: the length of a stream is not known in advance; use counts such as "
-            f"{name}[:1000], or set dataset.streaming: false"
-        )
+        fix = f"use counts such as {name}[:1000], or set dataset.streaming: false"
+        raise UserError(f"{label}.split={spec}: the length of a stream is not known in advance; {fix}")
     first = int(counts.group(1) or 0)
     records = records.skip(first) if first else records
     return records.take(max(0, int(counts.group(2)) - first)) if counts.group(2) else records

@@ -11,18 +11,20 @@ import codecs
 import csv
 import gzip
 import json
+import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.errors import format_count
 from trainer.data.formats import describe_type
 
-RAW_COLUMN = "zerolora_record"
+RAW_COLUMNS = RAW_COLUMN, PLACE_COLUMN = "zerolora_record", "zerolora_place"
 SEPARATORS = ",;\t|"
 # Number of lines used to detect a CSV file's separator.
 _SNIFFED_LINES = 20
@@ -40,14 +42,20 @@ def read_raw_records(
 
     `state` is unused; passing it makes the datasets library cache the records of changed files under another name.
     """
-    readers: dict[str, Callable[..., Iterator[str]]] = {
+    readers: dict[str, Callable[..., Iterator[tuple[str, str]]]] = {
         "json": _read_json_records,
         "csv": _read_csv_records,
         "text": partial(_read_text_records, mode=text_mode),
     }
-    for name in files:
-        for text in readers[kind](Path(name), where):
-            yield {RAW_COLUMN: text}
+    for file in map(Path, files):
+        for place, text in readers[kind](file, where):
+            yield {RAW_COLUMN: text, PLACE_COLUMN: f"{place} of {file.name}"}
+
+
+def describe_record(where: str, number: int, row: Mapping[str, Any]) -> str:
+    """Return the name of a record for messages, with its place in the file if that has another number."""
+    place = row.get(PLACE_COLUMN, "")
+    return f"{where}, record {number}" + f" ({place})" * (place.split()[1:2] not in ([], [str(number)]))
 
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,15 +76,19 @@ def _remove_padding(value: Any) -> Any:
 
 
 LFS_POINTER = "is a Git LFS pointer, not the data; fetch the data with git lfs pull"
-_PROBLEM_BY_PREFIX = {
+_PROBLEM_BY_BEGINNING = {
     b"version https://git-lfs": LFS_POINTER,
     b"\x1f\x8b": "is compressed with gzip; rename it to end in .gz",
+    rb"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it",
+    b"PK\x03\x04": "is a zip archive or spreadsheet; unpack it, or export the sheet as CSV",
+    rb"[^\r\n]*\r[^\n]+\Z": "has line breaks of classic Mac OS (CR); convert them with tr '\\r' '\\n'",
+    b"PAR1\x15": "is a Parquet file; rename it to end in .parquet",
 }
 
 
 def is_lfs_pointer(file: Path) -> bool:
     with file.open("rb") as stream:
-        return _PROBLEM_BY_PREFIX.get(stream.read(23)) == LFS_POINTER
+        return _PROBLEM_BY_BEGINNING.get(stream.read(23)) == LFS_POINTER
 
 
 def get_data_suffix(path: Path) -> str:
@@ -93,10 +105,11 @@ def _read_lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[s
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                for beginning, problem in _PROBLEM_BY_PREFIX.items() if number == 1 else ():
-                    if line.startswith(beginning):
+                for beginning, problem in _PROBLEM_BY_BEGINNING.items() if number == 1 else ():
+                    if re.match(beginning, line):
                         raise UserError(f"{where}: {file.name} {problem}")
-                start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+                # Files joined with cat may have more than one.
+                start = len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
                 text = _decode(line[start:], f"{where}: line {number} of {file.name}", offset + start)
                 yield text if keep_bad else _reject_bad_line(text)
                 offset += len(line)
@@ -134,20 +147,19 @@ def _reject_bad_line(line: str) -> str:
     return line
 
 
-def _read_text_records(file: Path, where: str, mode: str) -> Iterator[str]:
+def _read_text_records(file: Path, where: str, mode: str) -> Iterator[tuple[str, str]]:
     """Yield each line, each paragraph or the entire file as a record, unless it is blank."""
-    lines = _read_lines(file, where)
-    texts: Iterable[str] = lines
-    if mode == "paragraph":
-        texts = ("".join(group) for _, group in groupby(lines, key=lambda line: bool(line.strip())))
-    elif mode == "file":
-        texts = ["".join(lines)]
-    for text in texts:
-        if text.strip():
-            yield json.dumps({"text": text.rstrip("\r\n")})
+
+    def find_group(line: tuple[int, str]) -> int | bool:
+        return line[0] if mode == "line" else mode == "file" or bool(line[1].strip())
+
+    for _, group in groupby(enumerate(_read_lines(file, where), start=1), key=find_group):
+        numbers, parts = zip(*group, strict=True)
+        if (text := "".join(parts)).strip():
+            yield f"line {numbers[0]}", json.dumps({"text": text.rstrip("\r\n")})
 
 
-def _read_json_records(file: Path, where: str) -> Iterator[str]:
+def _read_json_records(file: Path, where: str) -> Iterator[tuple[str, str]]:
     """Yield the objects in a file as JSON: one per line, the items of a single list, or a single object."""
     lines = enumerate(_read_lines(file, where, keep_bad=True), start=1)
     nonblank = ((number, line) for number, line in lines if line.strip())
@@ -167,9 +179,9 @@ def _read_json_records(file: Path, where: str) -> Iterator[str]:
             record = _parse_json(_reject_bad_line(line).strip(), file, where, at)
             if not isinstance(record, dict):
                 raise UserError(f"{where}: line {at} of {file.name} {_describe_wrong_type(record)}")
-            yield line
+            yield f"line {at}", line
         except UserError as error:
-            yield json.dumps(str(error))
+            yield f"line {at}", json.dumps(str(error))
 
 
 def _parse_json(text: str, file: Path, where: str, line: int) -> Any:
@@ -204,28 +216,30 @@ def _describe_wrong_type(value: Any) -> str:
     return f'is {describe_type(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
 
 
-def _read_json_items(value: Any, file: Path, where: str) -> Iterator[str]:
+def _read_json_items(value: Any, file: Path, where: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, list | dict):
         raise UserError(f"{where}: {file.name} {_describe_wrong_type(value)}")
     for number, record in enumerate([value] if isinstance(value, dict) else value, start=1):
         if not isinstance(record, dict):
             record = f"{where}: item {number} of {file.name} {_describe_wrong_type(record)}"
-        yield json.dumps(record)
+        yield f"item {number}", json.dumps(record)
 
 
-def _read_csv_records(file: Path, where: str) -> Iterator[str]:
+def _read_csv_records(file: Path, where: str) -> Iterator[tuple[str, str]]:
     """Yield a record per row: cells as strings, with field names from the first line."""
     lines = _read_lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
-    separator = "\t" if get_data_suffix(file) == ".tsv" else detect_separator(sniffed)
+    has_tabs = get_data_suffix(file) == ".tsv" and "\t" in "".join(sniffed)
+    separator = "\t" if has_tabs else detect_separator(sniffed)
     reader = csv.reader(chain(sniffed, lines), delimiter=separator, strict=True)
     names: list[str] = []
     begin = 1
     try:
         for cells in reader:
-            place = f"{where}: line {begin} of {file.name}"
-            begin = reader.line_num + 1
-            if not cells:
+            line, begin = f"line {begin}", reader.line_num + 1
+            place = f"{where}: {line} of {file.name}"
+            # Blank lines, and the first line that Excel reads as the separator.
+            if (len(cells) < 2 and not "".join(cells).strip()) or (not names and cells[0] == "sep="):
                 continue
             if not names:
                 names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
@@ -235,11 +249,12 @@ def _read_csv_records(file: Path, where: str) -> Iterator[str]:
             while len(cells) > len(names) and not cells[-1]:
                 cells.pop()
             if len(cells) == len(names):
-                yield json.dumps(dict(zip(names, cells, strict=True)))
+                yield line, json.dumps(dict(zip(names, cells, strict=True)))
                 continue
             shown = {"\t": "a tab"}.get(separator, separator)
-            problem = f"has {len(cells)} cells, but the first line has {len(names)} (separated by {shown})"
-            yield json.dumps(f"{place} {problem}; quote cells containing separators, and remove lines above the header")
+            problem = f"has {format_count(len(cells), 'cell')}, but the header has {len(names)} (separated by {shown})"
+            fix = "quote cells containing separators, and remove lines above the header"
+            yield line, json.dumps(f"{place} {problem}; {fix}")
     except csv.Error as error:
         fix = 'enclose quoted cells in ", and write " inside them as ""'
         raise UserError(f"{where}: line {begin} of {file.name} is not CSV ({error}); {fix}") from None

@@ -139,10 +139,8 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
     """Set a padding token if the tokenizer has none. Any token works, because padding is masked by position."""
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
-            raise UserError(
-                f"model.pad_token={section.pad_token}: not in the vocabulary; "
-                "add it to model.added_tokens or name another"
-            )
+            fix = "add it to model.added_tokens or name another"
+            raise UserError(f"model.pad_token={section.pad_token}: not in the vocabulary; {fix}")
         tokenizer.pad_token = section.pad_token
     elif tokenizer.pad_token is None:
         vocabulary = tokenizer.get_vocab()

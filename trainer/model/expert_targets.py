@@ -180,10 +180,8 @@ def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None)
         _ends_with(path, name.removesuffix(".weight")) for path in routers for name in names
     ):
         name = _last_component(routers[0]) if routers else "gate"
-        raise UserError(
-            f"{setting}: has no effect, because the router is not trained; add {name} to lora.modules_to_save "
-            "or lora.target_modules, or set the weight to 0"
-        )
+        fix = f"add {name} to lora.modules_to_save or lora.target_modules, or set the weight to 0"
+        raise UserError(f"{setting}: has no effect, because the router is not trained; {fix}")
 
 
 def resolve_expert_rank(model: Any, lora: LoraSection) -> int:

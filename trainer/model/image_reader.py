@@ -78,10 +78,8 @@ def _load_reader(base_model: str, section: ModelSection, tokenizer: Any, model_c
     try:
         return ImageReader(processor_class, images, tokenizer, options, model_config.image_token_id)
     except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"base_model={base_model}: its image processor cannot be built ({error}); use the model's "
-            "own tokenizer files"
-        ) from None
+        fix = "use the model's own tokenizer files"
+        raise UserError(f"base_model={base_model}: its image processor cannot be built ({error}); {fix}") from None
 
 
 def _find_processor_class(base_model: str, revision: str, model_config: Any) -> tuple[Any, dict[str, Any]]:
@@ -104,10 +102,8 @@ def read_prompt_images(reader: ImageReader | None, files: Sequence[str]) -> Prom
     """
     if reader is None:
         if files:
-            raise UserError(
-                f"--image={files[0]}: this model does not accept images here; use a model listed "
-                "in docs/reference/vision-models.md, and install the package named there"
-            )
+            fix = "use a model listed in docs/reference/vision-models.md, and install the package named there"
+            raise UserError(f"--image={files[0]}: this model does not accept images here; {fix}")
         return None
     return PromptImages(reader, tuple(encode_image(file, None, f"--image={file}") for file in files))
 

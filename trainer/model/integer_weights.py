@@ -75,10 +75,8 @@ def choose_integer_format(
             return IntegerFormat(kind, group, dtype)
     name, width = next((name, width) for name, width in widths.items() if width % GROUP_SIZES[-1])
     last = name.rpartition(".")[2]
-    raise UserError(
-        f"{setting}=int4: the input width {width} of {name} is not a multiple of {GROUP_SIZES[-1]}; use "
-        f"int8, or exclude it with lora.exclude_modules: [{last}]"
-    )
+    fix = f"use int8, or exclude it with lora.exclude_modules: [{last}]"
+    raise UserError(f"{setting}=int4: the input width {width} of {name} is not a multiple of {GROUP_SIZES[-1]}; {fix}")
 
 
 def check_integer_targets(model: Any, lora: LoraSection, kind: IntegerKind) -> None:

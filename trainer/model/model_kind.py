@@ -39,10 +39,8 @@ def set_score_head(base_model: str, model_config: Any) -> None:
 
     setting, kind = f"base_model={base_model}", model_config.model_type
     if has_score_head(model_config) and model_config.num_labels != 1:
-        raise UserError(
-            f"{setting}: its head has {model_config.num_labels} classes, but a reward is one number; use a language "
-            "model, or a reward model with num_labels 1"
-        )
+        fix = "use a language model, or a reward model with num_labels 1"
+        raise UserError(f"{setting}: its head has {model_config.num_labels} classes, but a reward is one number; {fix}")
     mapping = AutoModelForSequenceClassification._model_mapping
     model_class = mapping[type(model_config)] if type(model_config) in mapping else None
     if model_class is None or not issubclass(model_class, GenericForSequenceClassification):
@@ -94,10 +92,8 @@ def check_kind(
     except ValueError:  # raised by get_text_config if there are several text parts
         raise UserError(f"{setting}: contains several text models ({kind}); use a causal language model") from None
     if method == MXFP4 and all_trained:
-        raise UserError(
-            f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained; use adapter: "
-            "lora or qlora, or a 16-bit copy of the model"
-        )
+        fix = "use adapter: lora or qlora, or a 16-bit copy of the model"
+        raise UserError(f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained; {fix}")
     stored_format = find_stored_format(model_config)
     if stored_format is not None and all_trained:
         raise UserError(
@@ -135,10 +131,8 @@ def check_kind(
         raise UserError(f"{setting}: {model_class.__name__} {problem}; use a causal language model")
     # BERT and similar models are causal only if config.json sets is_decoder; their classes check it.
     if "is_decoder" in inspect.getsource(model_class.__init__) and not getattr(model_config, "is_decoder", True):
-        raise UserError(
-            f"{setting}: {kind} uses bidirectional attention (is_decoder is false in config.json); use a "
-            "causal language model"
-        )
+        fix = "use a causal language model"
+        raise UserError(f"{setting}: {kind} uses bidirectional attention (is_decoder is false in config.json); {fix}")
 
 
 def has_soft_cap(model_config: Any) -> bool:

@@ -11,7 +11,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFileError, check_type, read_json
+from trainer.config.files import UnreadableFileError, check_type, describe_broken_link, read_json
 from trainer.config.paths import find_similar_path
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems
@@ -100,7 +100,7 @@ def check_source(setting: str, name: str) -> None:
         raise UserError(f"{prefix}: no such file; fix the path")
     if is_url or not HUB_NAME.fullmatch(name):
         nearest = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        problem = "is a URL" if is_url else f"no such folder ({nearest} exists)"
+        problem = "is a URL" if is_url else describe_broken_link(path) or f"no such folder ({nearest} exists)"
         similar, fix = find_similar_path(path), SOURCE_FIX
         if found := HUB_NAME_IN_TEXT.fullmatch(name.strip().replace("\\", "/")):
             fix = (

@@ -77,15 +77,11 @@ def read_mxfp4_shapes(setting: str, stored: Shapes, *, declared: bool) -> Shapes
     packed = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
     packed |= {name.removesuffix(SCALES) for name in stored if name.endswith(SCALES) and declared}
     if not packed and declared:
-        raise UserError(
-            f"{setting}: config.json says mxfp4, but no tensor is in that format; remove quantization_config from "
-            "config.json"
-        )
+        fix = "remove quantization_config from config.json"
+        raise UserError(f"{setting}: config.json says mxfp4, but no tensor is in that format; {fix}")
     if packed and not declared:
-        raise UserError(
-            f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not declare it; use config.json from "
-            "the same model"
-        )
+        fix = "use config.json from the same model"
+        raise UserError(f"{setting}: {min(packed)} is stored in MXFP4, but config.json does not declare it; {fix}")
     shapes = {name: shape for name, shape in stored.items() if not name.endswith((BLOCKS, SCALES))}
     kinds = {_mask_layer_index(name) for name in packed}
     mixed = sorted(name for name in shapes if _mask_layer_index(name) in kinds)

@@ -153,10 +153,8 @@ class FourBitFiles:
         plain = {name for name in self._shapes if name not in parts and name.rpartition(".")[2] not in SERVING_SUFFIXES}
         self._plain = {name: self._shapes[name] for name in plain}
         if not self.layouts:
-            raise UserError(
-                f"{setting}: config.json says {format_.name}, but no tensor is in that format; remove "
-                "quantization_config from config.json"
-            )
+            fix = "remove quantization_config from config.json"
+            raise UserError(f"{setting}: config.json says {format_.name}, but no tensor is in that format; {fix}")
         for name, shape in self._plain.items():
             if self._types[name].startswith(("F8", "I8", "U8", "I32")) and len(shape) > 1:
                 raise UserError(

@@ -203,10 +203,8 @@ def read_fp8_shapes(setting: str, files: SafetensorsFiles, format_: Fp8Format) -
     shapes, types, scales = files.read_shapes(), files.read_types(), find_scales(files)
     rows, cols = format_.block or DEFAULT_BLOCK
     if not scales and E4M3 not in types.values():
-        raise UserError(
-            f"{setting}: config.json says FP8, but no tensor is in that format; remove quantization_config from "
-            "config.json"
-        )
+        fix = "remove quantization_config from config.json"
+        raise UserError(f"{setting}: config.json says FP8, but no tensor is in that format; {fix}")
     for name in sorted(name for name, kind in types.items() if kind.startswith("F8") or kind in ("I8", "U8")):
         if types[name] == "F8_E8M0" and name in scales.values():
             continue

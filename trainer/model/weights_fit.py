@@ -117,10 +117,8 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
     for name, kind in sorted(files.read_types().items(), key=lambda item: _build_natural_sort_key(item[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.read_shapes()[name]) > 1):
-            raise UserError(
-                f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike the other weights; use the "
-                "full-precision model it was made from"
-            )
+            fix = "use the full-precision model it was made from"
+            raise UserError(f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike the other weights; {fix}")
 
 
 def _build_natural_sort_key(name: str) -> list[tuple[int, str]]:

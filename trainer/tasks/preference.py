@@ -48,7 +48,8 @@ PAIR_METRICS = (
 TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and, if each step computes the
 reference from the head's input, its divergence from the reference in bits."""
-PAIRS, LABELED = "pairs of a chosen and a rejected answer", "answers labeled true or false (dataset.fields.label)"
+PAIRS = "pairs of a chosen and a rejected answer"
+LABELED = "answers labeled true or false (dataset.fields.label; not 1 or text, as in CSV)"
 ScoredPairs = tuple[PairScores, torch.Tensor]  # the log-probabilities of a batch's pairs, and their losses [P]
 MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""

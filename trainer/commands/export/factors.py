@@ -72,10 +72,8 @@ def read_factors(folder: Path, base_model: str, section: Any, *, complete_groups
     factors = _read_by_path(folder, build_empty_model(config, section), model)
     towers = tuple(f"{path}." for path in find_non_text_modules(model))
     if any(path.startswith(towers) for path in factors):
-        raise UserError(
-            "vision.train=lora: servers apply adapters only to the language model; export the merged model with "
-            "--format hf"
-        )
+        fix = "export the merged model with --format hf"
+        raise UserError(f"vision.train=lora: servers apply adapters only to the language model; {fix}")
     factors |= _build_missing_parts(factors, model)
     if complete_groups:
         factors |= _build_missing_layers(factors, model)

@@ -159,10 +159,8 @@ def _discover_through_mpi(ranks: Ranks) -> None:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise UserError(
-            f"mpi4py: {error}, but ranks started by mpirun need it to find each other; run `pip install mpi4py`, "
-            "or set MASTER_ADDR and MASTER_PORT on every rank (mpirun -x)"
-        ) from None
+        fix = "run `pip install mpi4py`, or set MASTER_ADDR and MASTER_PORT on every rank (mpirun -x)"
+        raise UserError(f"mpi4py: {error}, but ranks started by mpirun need it to find each other; {fix}") from None
     from deepspeed.comm.comm import mpi_discovery
 
     port = MPI.COMM_WORLD.bcast(find_free_port() if ranks.is_main else None)

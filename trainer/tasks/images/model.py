@@ -154,7 +154,5 @@ def _map_stored_tensors(model: ImageModel, files: Any, pipeline: Pipeline) -> di
 
 def _reject_weights(pipeline: Pipeline, names: Sequence[str], problem: str) -> None:
     if names:
-        raise UserError(
-            f"base_model={pipeline.base_model}: {len(names)} weights {problem} (first: {names[0]}); use config.json "
-            "and weights of the same model, or download the model again"
-        )
+        fix = "use config.json and weights of the same model, or download the model again"
+        raise UserError(f"base_model={pipeline.base_model}: {len(names)} weights {problem} (first: {names[0]}); {fix}")
