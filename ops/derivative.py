@@ -57,7 +57,8 @@ def register_backward(name: str) -> tuple[Any, Any]:
         saved_fields = {
             field: value for field, value in (arguments | {"h": output[1]}).items() if field in backward._fields
         }
-        ctx.lists = {field: len(value) for field, value in saved_fields.items() if _is_list_of_tensors(value)}
+        lists = {field: value for field, value in saved_fields.items() if isinstance(value, Sequence)}
+        ctx.lists = {field: len(value) for field, value in lists.items() if all(isinstance(x, Tensor) for x in value)}
         ctx.single = [field for field, value in saved_fields.items() if value is None or isinstance(value, Tensor)]
         ctx.plain = {
             field: saved_fields[field] for field in saved_fields if field not in ctx.lists and field not in ctx.single
@@ -91,7 +92,3 @@ def register_backward(name: str) -> tuple[Any, Any]:
 
 def reject_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("the fused backward has no derivative; set ops.backend: peft for second derivatives")
-
-
-def _is_list_of_tensors(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(item, Tensor) for item in value)

@@ -67,10 +67,6 @@ def split_gate_up(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (u[..., ::2], u[..., 1::2]) if interleaved else (u[..., :half], u[..., half:])
 
 
-def join_gate_up(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
-    return torch.stack([gate, up], dim=-1).flatten(-2) if interleaved else torch.cat([gate, up], dim=-1)
-
-
 class _Rows:
     def __init__(self, e: int, begin: int, end: int, pairs: Tensor, K: int) -> None:
         self.e, self.span, self.pairs, self.tokens = e, slice(begin, end), pairs, pairs // K
@@ -171,9 +167,8 @@ def backward(  # type: ignore[no-untyped-def]
         grad_flat[rows.pairs] = (act * g).sum(1)
         if biases:
             grad_flat[rows.pairs] += (dy * biases[1][rows.e].to(x.dtype)).sum(1)
-        du = join_gate_up(
-            *reference.activate_backward(w * g, gate, up, modes[2], alpha, limit), modes[3] == "interleaved"
-        )
+        parts = reference.activate_backward(w * g, gate, up, modes[2], alpha, limit)
+        du = torch.stack(parts, dim=-1).flatten(-2) if modes[3] == "interleaved" else torch.cat(parts, dim=-1)
         dx = du @ gate_up[rows.e]
         if gate_up_factors:
             a_RH, b_UR = (factor[rows.e].to(x.dtype) for factor in gate_up_factors)

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.unit.test_after_run import make_run
+from trainer.checkpoint.checkpoint_files import seal
 from trainer.checkpoint.finished_run import FinishedRun, find_run
 from trainer.commands import push
 from trainer.commands.push import read_records, stage_files
@@ -108,6 +109,7 @@ def test_the_card_of_a_checkpoint_has_no_later_steps(run_dir: Path) -> None:
     for path in run_dir.glob("adapter_*"):
         (checkpoint / path.name).write_bytes(path.read_bytes())
     (checkpoint / "state.json").write_text(json.dumps({"run": read_json(run_dir / "run.json")["identity"]}))
+    seal(checkpoint)
     card = card_of(find_run(checkpoint))
     assert "**2.5000 → 1.5000**" in card and "1.25" not in card
 

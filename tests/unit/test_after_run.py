@@ -12,6 +12,7 @@ import torch
 from benchmarks.bench import __main__ as bench
 from tests.tiny import make_model, record_base, write_chats
 from trainer.checkpoint.adapter_files import record_result
+from trainer.checkpoint.checkpoint_files import seal
 from trainer.checkpoint.finished_run import ADAPTER_FILES, find_run, load_saved_tokenizer, load_trained_model
 from trainer.commands import evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
@@ -61,6 +62,9 @@ def test_a_checkpoint_is_a_run_with_the_configuration_of_its_parent(run_dir: Pat
     (checkpoint / "state.json").write_text(json.dumps({"run": read_json(run_dir / "run.json")["identity"]}))
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (checkpoint / name).write_bytes((run_dir / name).read_bytes())
+    with pytest.raises(UserError, match=r"checkpoint-3: COMPLETE is missing or damaged, .*; use another checkpoint"):
+        find_run(checkpoint)
+    seal(checkpoint)
     run = find_run(checkpoint)
     assert (run.folder, run.run_dir) == (checkpoint, tmp_path)
     assert run.config == find_run(run_dir).config
@@ -115,7 +119,7 @@ def test_another_base_model_takes_the_place_of_the_runs(run_dir: Path, tmp_path:
 
 def test_an_adapter_that_does_not_fit_the_base_is_an_error_of_one_line(run_dir: Path, tmp_path: Path) -> None:
     run = find_run(run_dir, str(make_model(tmp_path / "wide", hidden=128)), allow_mismatch=True)
-    with pytest.raises(UserError, match=r"does not match base_model=.*size mismatch"):
+    with pytest.raises(UserError, match=r"does not match base_model=.* has shape .*; use the base"):
         load_trained_model(run, load_saved_tokenizer(run), torch.device("cpu"))
 
 
@@ -229,7 +233,9 @@ BAD_ARGUMENTS = [
     (merge, ["RUN", "--output", "TMP/file/below"], "cannot be created in"),
     (push, ["RUN", "not a name"], "not a valid name"),
     (push, ["RUN", "a/b/c"], "not a valid name"),
-    (push, ["RUN", ""], "'': not a valid name"),
+    (push, ["RUN", ""], "REPO='': not a valid name"),
+    (push, ["RUN", "tiny"], "REPO=tiny: not a valid name; use owner/name"),
+    (push, ["RUN", "me/tiny", "--base-model", "nope"], "--base-model=nope: is neither a folder nor a Hub ID; pass"),
     (push, ["RUN", "me/tiny"], "not logged in to the Hub; run `hf auth login`"),
 ]
 

@@ -59,7 +59,7 @@ def index_text(content: str | bytes) -> Change:
 
 
 DAMAGED: dict[str, tuple[Change, str]] = {
-    "activation": (config(hidden_act="x"), "transformers does not support 'x'"),
+    "activation": (config(hidden_act="x"), "hidden_act=x: unknown to transformers"),
     "architectures": (config(architectures=5), "config.json: architectures: "),
     "an architecture": (config(architectures=[5]), "config.json: architectures.0: "),
     "a billion layers": (config(num_hidden_layers=10**9), "config.json: num_hidden_layers: .* 10000"),

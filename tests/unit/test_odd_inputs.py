@@ -994,7 +994,7 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
     ("changes", "line"),
     [
         ({}, ""),
-        ({"r": 8}, "does not match this model: size mismatch for .*q_proj.lora_A"),
+        ({"r": 8}, r"does not match this model: .*q_proj.lora_A.* has shape .4, 64. in the adapter, .*; use the base"),
         ({"target_modules": ["q_proj"]}, r"24 of the 28 tensors of the adapter match no layer .first: .*k_proj"),
         ({"use_dora": True}, r"14 tensors of the adapted model are not in the file"),
         ({"trainable_token_indices": {"embed_tokens": [3]}}, "embed_tokens.* is missing"),
@@ -1011,6 +1011,26 @@ def test_an_initial_adapter_that_does_not_fit_is_refused_before_weights_are_load
     with pytest.raises(UserError, match=line) if line else contextlib.nullcontext():
         words = [f"lora.adapter_path={run_dir}", f"output_dir={tmp_path / 'second'}"]
         prepare(load_config(ground / "base.yaml", words).config)
+
+
+def test_the_record_and_card_show_the_rank_of_the_initial_adapter(tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    train(ground, training__max_steps=1)
+    train(
+        ground, training__max_steps=1, lora__adapter_path=str(ground / "run"), output_dir=str(ground / "b"), lora__r=16
+    )
+    assert json.loads((ground / "b" / "training_config.json").read_text())["lora"]["r"] == 4
+    assert "lora r=4, " in (ground / "b" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("settings", [{"eos_token_id": "2"}, {"repetition_penalty": 0}, {"bad_words_ids": [5]}])
+def test_settings_of_generation_are_checked_before_training(settings: dict[str, Any], tmp_path: Path) -> None:
+    ground = make_ground(tmp_path)
+    (ground / "model" / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        UserError, match=rf"generation_config.json: {next(iter(settings))}.*; copy the file from the or"
+    ):
+        prepare(load_config(ground / "base.yaml").config)
 
 
 def test_an_initial_adapter_with_a_larger_embedding_fits(tmp_path: Path) -> None:

@@ -77,6 +77,25 @@ def test_a_missing_server_is_one_line(
         assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "line"),
+    [
+        *(("--host", host, "must be a host name or IP address") for host in ("", "a:80", "http://a", "256.1.1.1", "*")),
+        *(("--port", port, "must be a port, 1 to 65535") for port in ("", "0", "\u0663", "1" * 5000)),
+    ],
+)
+def test_odd_places_to_listen_on_are_refused(
+    option: str, value: str, line: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main([str(run), f"{option}={value}"])
+    assert line in capsys.readouterr().err
+
+
+def test_usual_places_to_listen_on_are_kept() -> None:
+    assert [serve.parse_host(host) for host in ("0.0.0.0", "::1", "a-b.c")] == ["0.0.0.0", "::1", "a-b.c"]
+
+
 @pytest.mark.parametrize("text", ["--x 'unclosed", "--x \\"])
 def test_options_that_cannot_be_split_are_refused_before_the_export(
     text: str, run: Path, environment: Path, capsys: pytest.CaptureFixture[str]

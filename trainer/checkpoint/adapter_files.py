@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import compute_checksum, read_recorded_checksums
+from trainer.checkpoint.checkpoint_files import MARKER, compute_checksum, read_recorded_checksums
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.config.files import UnreadableFileError, read_json, read_safetensors_header, read_value
@@ -40,6 +40,8 @@ def describe_adapter_damage(folder: Path) -> str | None:
 
     Compares the weights with their recorded checksum if there is one. Raises UserError if the settings are missing.
     """
+    if (folder / "state.json").is_file() and not read_recorded_checksums(folder):
+        return f"{MARKER} is missing or damaged, so the checkpoint may be incomplete; use another checkpoint"
     try:
         read_safetensors_header(folder / WEIGHTS)
         read_adapter_settings(folder)

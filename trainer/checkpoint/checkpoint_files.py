@@ -130,7 +130,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def compute_checksum(file: Path) -> str:
-    """Return the XXH3-128 checksum of a file."""
     digest = xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
         # Uninitialized memory: filling it with zeros would hold the GIL while training needs it.

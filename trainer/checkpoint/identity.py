@@ -25,6 +25,7 @@ from trainer.data.prepared import PreparedRun, count_samples
 from trainer.data.step_count import compute_global_batch, resolve_global_batch
 from trainer.model.adapter import find_initial_adapter
 from trainer.model.base import load_model_config
+from trainer.model.saved_adapter import get_last_components
 
 ALLOW_MISMATCH_OPTION = "--allow-mismatch"
 TABLES: dict[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
@@ -256,6 +257,15 @@ def _read_initial_adapter_settings(lora: LoraSection) -> dict[str, Any]:
     settings = {setting: saved[name] for name, setting in PEFT_NAMES.items() if name in saved}
     lists = ("target_modules", "exclude_modules", "modules_to_save")
     return {name: (value or [] if name in lists else value) for name, value in settings.items()}
+
+
+def use_initial_adapter_settings(config: RunConfig) -> RunConfig:
+    """Return the configuration with the rank, scale and layers of the adapter at lora.adapter_path."""
+    known = _read_initial_adapter_settings(config.lora) if config.lora.adapter_path else {}
+    update = {name: known[name] for name in ("r", "alpha", "rslora", "dora") if name in known}
+    if isinstance(layers := known.get("target_modules"), list):
+        update["target_modules"] = tuple(sorted({get_last_components(layer, 1) for layer in layers}))
+    return config.model_copy(update={"lora": config.lora.model_copy(update=update)})
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rich.markup import escape
 from trainer.checkpoint.adapter_files import AdapterFormat, record_result
 from trainer.checkpoint.background import SaveError
 from trainer.checkpoint.checkpoint import Position
+from trainer.checkpoint.identity import use_initial_adapter_settings
 from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, clear_folder, move_result_into_place, write_run_record
 from trainer.checkpoint.weights import gather_weights, save_initial_adapter, write_adapter, write_full_model
 from trainer.config import RunConfig, UserError
@@ -50,7 +51,7 @@ class RunFolder:
     ) -> None:
         """Store the arguments. `config` must not contain `auto` values, and only rank 0 passes a `lock`."""
         self.path = Path(config.output_dir)
-        self._config, self._task, self._ranks = config, task, ranks
+        self._config, self._task, self._ranks = use_initial_adapter_settings(config), task, ranks
         self._console, self._log, self._lock = console, log, lock
         self.metrics: Metrics | None = None
         """Metrics of this run; None before `open` and on ranks other than 0."""

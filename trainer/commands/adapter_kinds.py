@@ -51,7 +51,6 @@ class TextAdapter:
 
     @staticmethod
     def write_upload_files(run: FinishedRun, folder: Path) -> None:
-        """Write the tokenizer files to the upload folder."""
         write_files(read_tokenizer_files(load_saved_tokenizer(run)), folder)
 
 

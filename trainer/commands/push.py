@@ -103,11 +103,13 @@ def main(argv: list[str] | None = None) -> None:
     silence_libraries()
     repo = arguments.repo
     try:
-        validate_repo_id(repo)
+        validate_repo_id(repo if "/" in repo else "")  # the card's code needs the owner
     except HFValidationError:
-        raise UserError(
-            f"{to_text(repo)}: not a valid name; use owner/name with letters, digits, - _ and ., at most 96 characters"
-        ) from None
+        rule = "use owner/name with letters, digits, - _ and ., at most 96 characters"
+        raise UserError(f"REPO={to_text(repo)}: not a valid name; {rule}") from None
+    base = arguments.base_model
+    if base and not Path(base).expanduser().exists() and not is_on_hub(base):
+        raise UserError(f"--base-model={base}: is neither a folder nor a Hub ID; pass OWNER/NAME, as on the Hub")
     run = find_run(arguments.run, arguments.base_model, needs_base=False, allow_mismatch=arguments.allow_mismatch)
     check_output_file(run.folder / CARD, str(run.folder / CARD))
     if not arguments.dry_run and get_token() is None:

@@ -5,11 +5,14 @@ The server replaces this process. Its OpenAI-compatible API is at /v1, with the 
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from trainer.checkpoint.adapter_files import WEIGHTS
@@ -18,12 +21,13 @@ from trainer.commands.export.__main__ import export
 from trainer.commands.export.servers import build_lora_arguments
 from trainer.config import CommandParser, UserError, reports_errors
 from trainer.config.command_line import parse_port_number
+from trainer.config.errors import to_text
 from trainer.setup.kinds import check_task_supports
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 SERVERS = (*MODULES, "llama.cpp")
 PROGRAM = "llama-server"
-"""llama.cpp's server."""
+HOST_NAME = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*", re.ASCII)
 FIND_MODULES = "import importlib.util as u, sys; print(*(name for name in sys.argv[1:] if u.find_spec(name)))"
 """Python code that prints which of the modules passed as arguments are installed."""
 
@@ -53,6 +57,14 @@ def find_server(requested: str, python: str) -> Server:
     other = f", or put {PROGRAM} (llama.cpp) on PATH" if requested == "auto" else ""
     fix = f"`pip install {package}` in a separate environment, and pass its Python with --python{other}"
     raise UserError(f"--server {requested}: {names} not found by {python}; {fix}")
+
+
+def parse_host(text: str) -> str:
+    with suppress(ValueError):
+        return str(ip_address(text))
+    if not HOST_NAME.fullmatch(text) or text.rpartition(".")[2].isdecimal():
+        raise argparse.ArgumentTypeError(f"{to_text(text)}: must be a host name or IP address without port or brackets")
+    return text
 
 
 def split_server_options(text: str) -> list[str]:
@@ -106,9 +118,8 @@ def main(argv: list[str] | None = None) -> None:
         "--python", default=sys.executable, metavar="FILE", help="Python interpreter with vLLM or SGLang installed"
     )
     parser.add_argument("--merged", action="store_true", help="serve the merged model instead of the adapter")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
+    help_ = "address to listen on (default: 127.0.0.1, this machine only)"
+    parser.add_argument("--host", type=parse_host, default="127.0.0.1", help=help_)
     parser.add_argument("--port", type=parse_port_number, default=8000, help="(default: 8000)")
     parser.add_argument("--dry-run", action="store_true", help="export, print the server's command and stop")
     parser.add_argument(

@@ -76,8 +76,8 @@ def parse_rank_count(text: str) -> int:
 
 
 def parse_port_number(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65_535:
-        raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
+    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"{to_text(text)}: must be a port, 1 to 65535")
     return int(text)
 
 

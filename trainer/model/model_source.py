@@ -1,5 +1,6 @@
 """Check the source of a model or tokenizer, and explain why it cannot be read."""
 
+import json
 import os
 import re
 from contextlib import suppress
@@ -11,7 +12,13 @@ from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFileError, check_type, describe_broken_link, read_json
+from trainer.config.files import (
+    UnreadableFileError,
+    check_type,
+    describe_broken_link,
+    read_json,
+    read_json_or_default,
+)
 from trainer.config.paths import find_similar_path
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems
@@ -64,7 +71,9 @@ class ConfigKeys:
 
 @dataclass(frozen=True)
 class GenerationKeys:
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: StrictInt | list[StrictInt] | None = None
+    bad_words_ids: list[list[int]] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, strict=True)] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,11 @@ def build_load_error(
     Pass `model_config` if the configuration was loaded, but no model could be built from it.
     """
     prefix = f"{setting}={name}"
-    reason = f"transformers does not support {error}" if isinstance(error, KeyError) else _shorten_reason(error)
+    is_missing, settings = isinstance(error, KeyError), read_json_or_default(Path(name) / "config.json", Any, {})
+    unknown = error.args[0] if isinstance(error, KeyError) else getattr(error, "name", None)
+    key = re.search(rf'"(\w+)": "{re.escape(str(unknown))}"', json.dumps(settings))
+    reason = f"{unknown} is missing" if is_missing else _shorten_reason(error)
+    reason = f"{key[1]}={unknown}: unknown to transformers" if key else reason
     if isinstance(error, ImportError):
         return UserError(f"{prefix}: {str(error).strip().partition(' but')[0]}; install it with pip")
     if "trust_remote_code" in str(error):
@@ -254,5 +267,5 @@ def _list_causes(error: BaseException | None) -> list[BaseException]:
 def _shorten_reason(error: Any) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # Errors from pydantic and huggingface_hub name the field in the first line and the reason in the second.
-    text = " ".join(lines[:2])
+    text = " ".join(lines[:2]).rstrip(".")
     return text if len(text) <= 200 else f"{text[:197]}..."

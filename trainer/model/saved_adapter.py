@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import UserError
-from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.contract.known_versions import require
 from trainer.model.older_names import find_expert_like_names, map_saved_names
 from trainer.model.targets import Targets
@@ -85,7 +85,8 @@ def load_adapter(
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not match a model
         prefix = error_prefix or f"{folder}: does not match this base model"
-        raise UserError(f"{prefix}: {_describe_mismatch(error)}") from error
+        fix = f"use the base model and the {SETTINGS_FILE} that it was trained with, or train a new adapter"
+        raise UserError(f"{prefix}: {_describe_mismatch(error)}; {fix}") from error
     return adapted if trainable else adapted.eval()
 
 
@@ -102,9 +103,9 @@ def _load_tensors(adapted: Any, folder: str) -> None:
 
 
 def _describe_mismatch(error: Exception) -> str:
-    reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-    lines = [line.strip() for line in reason.splitlines() if line.strip() and "Error(s) in loading" not in line]
-    return "; ".join(lines[:2])
+    if match := re.search(r"size mismatch for (\S+): .*?Size\((.*?)\).*?Size\((.*?)\)", str(error)):
+        return f"{match[1]} has shape {match[2]} in the adapter, but {match[3]} in the model"
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0].rstrip(".")
 
 
 def build_empty_base(base: Any) -> Any:

@@ -47,7 +47,7 @@ def describe_unadapted_weights(model: nn.Module) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False):
             shape = torch.Size(get_logical_shape(parameter))
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
-                last = [name for name in path.split(".") if name != "base_layer"][-1]
+                last = [part for part in path.split(".") if part != "base_layer"][-1]
                 counts[last if name == "weight" else f"{last}.{name}", shape] += 1
     if not counts:
         return []

@@ -90,7 +90,8 @@ def _read_by_path(folder: Path, adapted: Any, model: Any) -> dict[str, Factors]:
     from peft.tuners.lora import LoraLayer
 
     with torch.device("meta"):
-        adapted = load_adapter(adapted, str(folder))
+        prefix = f"base_model={model.config.name_or_path}: does not match the adapter"
+        adapted = load_adapter(adapted, str(folder), error_prefix=prefix)
     check_separate_weights(adapted, "export")
     tensors = load_file(folder / "adapter_model.safetensors")
     stored_names = map_saved_names(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
