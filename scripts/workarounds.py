@@ -31,7 +31,8 @@ class Replacement:
 def collect() -> list[Replacement]:
     """Return the replacements by library, then by module."""
     rows = read_yaml(ROOT / "trainer" / "patches" / "replacements.yaml").tree
-    return [Replacement(what, **row) for what, row in rows.items()]
+    versions = rows.pop("read_in")
+    return [Replacement(what, read_in=versions[row["library"]], **row) for what, row in rows.items()]
 
 
 def lines() -> Iterator[str]:

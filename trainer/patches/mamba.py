@@ -47,7 +47,7 @@ def describe_unadapted_weights(model: nn.Module) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False):
             shape = torch.Size(get_logical_shape(parameter))
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
-                last = _get_last_component(path)
+                last = [part for part in path.split(".") if part != "base_layer"][-1]
                 counts[last if name == "weight" else f"{last}.{name}", shape] += 1
     if not counts:
         return []
@@ -55,10 +55,6 @@ def describe_unadapted_weights(model: nn.Module) -> list[str]:
     elements = sum(count * shape.numel() for (_, shape), count in counts.items())
     fraction = elements / count_parameters(model)[1]
     return [f"without adapter (not linear layers): {', '.join(weights)}; {fraction:.1%} of all parameters"]
-
-
-def _get_last_component(path: str) -> str:
-    return [name for name in path.split(".") if name != "base_layer"][-1]
 
 
 def is_mamba_2(module: nn.Module) -> bool:

@@ -46,7 +46,10 @@ def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: b
     weights outside blocks. A weight with two names (a tied head) belongs to its first module.
     """
     modules = dict(model.named_modules())
-    excluded = _find_excluded(model, keep_whole, keep_embeddings)
+    whole = [module for path, module in modules.items() if path.endswith(tuple(keep_whole))]
+    if keep_embeddings:
+        whole += filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+    excluded = {id(parameter) for module in whole for parameter in module.parameters()}
     if hasattr(model, "list_shard_blocks"):
         return _plan_blocks(modules, model.list_shard_blocks(), excluded)
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
@@ -74,13 +77,6 @@ def _plan_blocks(modules: dict[str, Any], blocks: Sequence[str], excluded: set[i
         units.append(UnitPlan(path, path, tuple(large)))
         excluded |= set(large.values())
     return [unit for unit in units if unit.parameters]
-
-
-def _find_excluded(model: Any, keep_whole: Sequence[str], keep_embeddings: bool) -> set[int]:
-    modules = [module for path, module in model.named_modules() if path.endswith(tuple(keep_whole))]
-    if keep_embeddings:
-        modules += [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
-    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 @dataclass(frozen=True)
@@ -217,13 +213,10 @@ class LayerShards:
             if self._steps[index].has_backward:
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        tensor.register_hook(partial(self._before_backward, index))
+                        # Once this gradient is complete, all later layers are done with their weights.
+                        tensor.register_hook(lambda _: self._enter(index, backward=True))
         elif index == len(self._steps) - 1:
             self._end_pass()
-
-    def _before_backward(self, index: int, _grad: Tensor) -> None:
-        # The gradient of a layer's output is complete: all later layers are done with their weights.
-        self._enter(index, backward=True)
 
     def _enter(self, index: int, *, backward: bool) -> None:
         """Wait for this step's unit, start gathering the next one, and free all others."""
