@@ -41,9 +41,12 @@ class SafetensorsFiles:
         self._files: dict[str, Path] = {}
         self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in find_weight_files(folder, self._setting, stem=stem):
-            headers = _read_headers(file, self._setting)
-            self._headers |= headers
-            self._files |= dict.fromkeys(headers, file)
+            try:
+                entries, _, _ = read_safetensors_header(file)
+            except UnreadableFileError as error:
+                raise UserError(f"{self._setting}: {file.name} {_describe_damage(file, error)}") from None
+            self._headers |= {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
+            self._files |= dict.fromkeys(entries, file)
 
     def read_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, (shape, _) in self._headers.items()}
@@ -112,14 +115,6 @@ def _read_index(index: Path, setting: str) -> list[str]:
             f"{setting}: {index.name} lists {outside}, which is outside its folder; copy that file into the folder"
         )
     return names
-
-
-def _read_headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    try:
-        entries, _, _ = read_safetensors_header(file)
-    except UnreadableFileError as error:
-        raise UserError(f"{setting}: {file.name} {_describe_damage(file, error)}") from None
-    return {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
 
 
 def _describe_damage(file: Path, error: UnreadableFileError) -> str:

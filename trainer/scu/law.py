@@ -125,7 +125,8 @@ def _advance_pi(law: Law, state: ControllerState, measured: float) -> Controller
     assert state.smoothed is not None and state.error is not None
     level = law.ema * _compute_level(law, measured) + (1.0 - law.ema) * _compute_level(law, state.smoothed)
     error = level - _compute_level(law, law.target)
-    after = replace(state, smoothed=_invert_level(law, level), error=error)
+    smoothed = _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
+    after = replace(state, smoothed=smoothed, error=error)
     if abs(error) <= law.deadband:
         return after
     bound = ERROR_BOUND[law.form]
@@ -160,10 +161,6 @@ def _compute_level(law: Law, measured: float) -> float:
         return math.log(max(measured, TINY))
     ratio = _clip(measured, TINY, 1.0 - TINY)
     return math.log(ratio / (1.0 - ratio))
-
-
-def _invert_level(law: Law, level: float) -> float:
-    return _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
 
 
 def _exp(value: float) -> float:

@@ -72,7 +72,11 @@ def write_report(run_dir: Path) -> Path:
         subtitle=_format_subtitle(config, run),
         tiles=build_tiles(records, run),
         figures=[render_chart(chart) for chart in charts if chart.is_wide or chart.is_leading],
-        answers=_read_shown_answers(run_dir),
+        answers={
+            prompt: {when: texts[when] for when in ANSWER_LABELS}
+            for prompt, texts in read_answers(run_dir / ANSWERS).items()
+            if set(ANSWER_LABELS) <= set(texts)
+        },
         sample_images=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
@@ -121,14 +125,6 @@ def record_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
     write_json(path, answers | {prompt: answers.get(prompt, {}) | {when: answer}})
 
 
-def _read_shown_answers(run_dir: Path) -> dict[str, dict[str, str]]:
-    return {
-        prompt: {when: texts[when] for when in ANSWER_LABELS}
-        for prompt, texts in read_answers(run_dir / ANSWERS).items()
-        if set(ANSWER_LABELS) <= set(texts)
-    }
-
-
 def _combine_short_phases(times: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """Return (phase, seconds, fraction of the total), longest first, with short phases combined."""
     total = sum(times.values()) or 1.0
@@ -171,7 +167,9 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     kept_note = f", kept: step {held_out.kept_step:,}" if held_out and is_kept_known else ""
     for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
-            tiles.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", _format_change(values[0], values[-1]) + note))
+            before, after = values
+            change = f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001
+            tiles.append((label, f"{before:.3f} → {after:.3f}", change + note))
     rate, unit = compute_median_rate(records), detect_batch_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits
@@ -229,7 +227,3 @@ def compute_median_rate(records: list[Record]) -> float | None:
     """Return a rank's median throughput in tokens or images per second; None if it was not recorded."""
     rates = extract_metric_values(records, detect_batch_unit(records).rate)
     return statistics.median(rates) if rates else None
-
-
-def _format_change(before: float, after: float) -> str:
-    return f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001
