@@ -55,9 +55,6 @@ class SafetensorsFiles:
         """Return the dtypes of all tensors in safetensors' notation (`BF16`, `F8_E4M3`, `U8`)."""
         return {name: kind for name, (_, kind) in self._headers.items()}
 
-    def find_file(self, name: str) -> Path:
-        return self._files[name]
-
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor on the CPU, or only `tensor[index : index + 1]` if `index` is given."""
         with safe_open(str(self._files[name]), framework="pt") as handle:
@@ -76,7 +73,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
         if count := int((~torch.isfinite(converted)).sum()):
             problem, fix = f"beyond the range of {dtype}", "use training.precision: bf16"
             if not torch.isfinite(stored).all():
-                problem, fix = "NaN or infinite", f"download or copy {files.find_file(name).name} again"
+                problem, fix = "NaN or infinite", f"download or copy {files._files[name].name} again"
             raise UserError(f"{setting}: {count:,} of {stored.numel():,} values of {name} are {problem}; {fix}")
 
 

@@ -106,8 +106,9 @@ class LayerShards:
         `keep_embeddings` is set, the embedding and the head are not sharded, because they will be resized.
         """
         self.units: list[ShardedUnit] = []
-        self._device = device
-        self._in_host_memory, self._pin_memory = in_host_memory, pin_memory
+        options: dict[str, Any] = {"in_host_memory": in_host_memory, "pin_memory": pin_memory, "group": group}
+        self._build_unit = partial(ShardedUnit, device=device, **options)
+        self._in_host_memory = in_host_memory
         self._keep_whole = tuple(keep_whole)
         self._keep_embeddings = keep_embeddings
         self._group = group
@@ -128,14 +129,7 @@ class LayerShards:
             return
         parameters = [model.get_parameter(name) for name in plan.parameters]
         slots = [slot for parameter in parameters for slot in find_slots(parameter)]
-        unit = ShardedUnit(
-            plan.path,
-            slots,
-            self._device,
-            in_host_memory=self._in_host_memory,
-            pin_memory=self._pin_memory,
-            group=self._group,
-        )
+        unit = self._build_unit(plan.path, slots)
         self.units.append(unit)
         self._modules.add(id(model.get_submodule(plan.path)))
         for parameter in parameters:
