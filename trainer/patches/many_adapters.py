@@ -95,8 +95,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             module._active_adapter = [name]
             if reason := describe_fusion_problem(module):
                 raise UserError(f"adapters: {path}: {reason}; exclude it with lora.exclude_modules")
-            members[name] = FusedLayer(module)
-            members[name].match_active_adapters(active)
+            members[name] = FusedLayer(module, active)
         module._active_adapter = active
         layers[path] = _Layer(path, module, members)
     return layers

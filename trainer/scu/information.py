@@ -109,8 +109,8 @@ class AdapterInformation:
         with torch.no_grad():
             results = [compute(chunk) for chunk in self.chunks]
             value = torch.stack([value for value, *_ in results]).sum()
-        gradients = [
-            chunk.reshape_by_layer(gradient)
+        gradients = [  # [layers, ...], or [layers, E, ...] for experts
+            gradient.view(len(chunk.a), *get_full_shape(chunk.a[0])[:-2], *gradient.shape[1:])
             for chunk, (_, *pair) in zip(self.chunks, results, strict=True)
             for gradient in pair
         ]
@@ -184,10 +184,6 @@ class _Chunk:
         a_NRI = torch.cat(tensors[:split]).view(-1, *get_full_shape(self.a[0])[-2:])
         b_NOR = torch.cat(tensors[split:]).view(-1, *get_full_shape(self.b[0])[-2:])
         return a_NRI.to(dtype), b_NOR.to(dtype)
-
-    def reshape_by_layer(self, gradient: Tensor) -> Tensor:
-        """Reshape a gradient to [layers, ...], or to [layers, E, ...] for experts."""
-        return gradient.view(len(self.a), *get_full_shape(self.a[0])[:-2], *gradient.shape[1:])
 
 
 def _build_chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
