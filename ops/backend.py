@@ -21,7 +21,7 @@ _loaded: Backend | None = None
 _library: torch.library.Library | None = None
 
 
-def load_backend(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
+def load_backend(backend: Literal["auto", "cuda", "reference"] = "auto") -> Backend:
     """Register the operators for CUDA tensors, once per process; `auto` selects the kernels if they can be built.
 
     Raises ValueError if `cuda` is unavailable, if a build fails unexpectedly, or if another backend is loaded.
@@ -41,7 +41,7 @@ def load_backend(backend: Literal["auto", "cuda", "reference"] = "auto", verbose
 
         try:
             builder = LoraOpBuilder()
-            builder.load(verbose=verbose)
+            builder.load()
             _implement({"experts_forward": experts_kernels.forward, "experts_backward": experts_kernels.backward})
             _loaded = Backend("cuda", f"kernels in {builder.origin}")
         except BuildError as error:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import deepspeed
 import torch
@@ -103,7 +103,10 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
 
         Raises BuildError if the operators cannot be built or loaded.
         """
-        loaded_modules: dict[str, ModuleType] = get_private(deepspeed_builder.OpBuilder, "_loaded_ops")
+        loaded_modules: dict[str, ModuleType] | None = getattr(deepspeed_builder.OpBuilder, "_loaded_ops", None)
+        if loaded_modules is None:
+            problem = f"deepspeed {deepspeed.__version__}: OpBuilder has no `_loaded_ops`"
+            raise BuildError(f"{problem}; install the version in constraints.txt", unexpected=True)
         if self.NAME not in loaded_modules:
             if not torch.cuda.is_available():
                 self.check()
@@ -206,17 +209,6 @@ def register() -> LoraOpBuilder:
     builder = LoraOpBuilder()
     ALL_OPS[builder.NAME] = builder
     return builder
-
-
-def get_private(owner: object, name: str) -> Any:
-    """Return a private attribute of DeepSpeed. Raises BuildError if it is missing."""
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        kind = getattr(owner, "__name__", type(owner).__name__)
-        raise BuildError(
-            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`; install the version in constraints.txt", True
-        ) from None
 
 
 def list_operators() -> None:

@@ -144,8 +144,7 @@ def quantize_rows(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
     scale = max(largest magnitude / c, 2^-100) with c = 448 for fp8 (e4m3) and 127 for int8; a NaN makes the scale NaN.
     """
-    q, scale = torch.ops.zerolora.quantize_rows([values], [], STORAGE[kind])
-    return q, scale
+    return torch.ops.zerolora.quantize_rows([values], [], STORAGE[kind])
 
 
 def eight_bit_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None) -> Tensor:

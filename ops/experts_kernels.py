@@ -57,12 +57,10 @@ def build_dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[
     E, rows, cols, block, nested_block = shape
     if storage == "nf4":
         experts_plain.check_packed(tensors[0], E, rows, cols)
-        dense: Tensor = _ops.expert_nf4(tensors[0], tensors[1:], E, rows, cols, block, nested_block, dtype)
-    elif storage == "mxfp4":
-        dense = _ops.expert_mxfp4(tensors[0], tensors[1], dtype)
-    else:
-        return experts_plain.build_dense_weight(tensors, storage, shape, dtype)
-    return dense
+        return _ops.expert_nf4(tensors[0], tensors[1:], E, rows, cols, block, nested_block, dtype)
+    if storage == "mxfp4":
+        return _ops.expert_mxfp4(tensors[0], tensors[1], dtype)
+    return experts_plain.build_dense_weight(tensors, storage, shape, dtype)
 
 
 def _pad_factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -62,11 +62,6 @@ def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, counts.cumsum(0).to(torch.int32)
 
 
-def split_gate_up(u: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    half = u.shape[-1] // 2
-    return (u[..., ::2], u[..., 1::2]) if interleaved else (u[..., :half], u[..., half:])
-
-
 class _Rows:
     def __init__(self, e: int, begin: int, end: int, pairs: Tensor, K: int) -> None:
         self.e, self.span, self.pairs, self.tokens = e, slice(begin, end), pairs, pairs // K
@@ -136,7 +131,7 @@ def _compute_gate_and_up(u0, h_gu, biases, gate_up_factors, rows, modes):  # typ
     if gate_up_factors:
         b_UR = gate_up_factors[1][rows.e].to(u.dtype)
         u = u + h_gu[rows.span, : b_UR.shape[1]] @ b_UR.t()
-    return split_gate_up(u, modes[3] == "interleaved")
+    return (u[..., ::2], u[..., 1::2]) if modes[3] == "interleaved" else u.chunk(2, dim=-1)
 
 
 def backward(  # type: ignore[no-untyped-def]
@@ -167,8 +162,8 @@ def backward(  # type: ignore[no-untyped-def]
         grad_flat[rows.pairs] = (act * g).sum(1)
         if biases:
             grad_flat[rows.pairs] += (dy * biases[1][rows.e].to(x.dtype)).sum(1)
-        parts = reference.activate_backward(w * g, gate, up, modes[2], alpha, limit)
-        du = torch.stack(parts, dim=-1).flatten(-2) if modes[3] == "interleaved" else torch.cat(parts, dim=-1)
+        grads = reference.activate_backward(w * g, gate, up, modes[2], alpha, limit)
+        du = torch.stack(grads, dim=-1).flatten(-2) if modes[3] == "interleaved" else torch.cat(grads, dim=-1)
         dx = du @ gate_up[rows.e]
         if gate_up_factors:
             a_RH, b_UR = (factor[rows.e].to(x.dtype) for factor in gate_up_factors)

@@ -160,7 +160,15 @@ def measure_tokens(
 def measure_logits(logits_KV: Tensor, targets: Tensor, base_KV: Tensor | None = None) -> Tensor:
     """Return the MEASURES [5, K] from all logits, without a gradient."""
     measures = logits_KV.new_zeros(len(MEASURES), len(targets), dtype=torch.float32)
-    (_measure_on_gpu if logits_KV.device.type == "cuda" else _measure_in_torch)(logits_KV, targets, base_KV, measures)
+    if logits_KV.device.type != "cuda":
+        _measure_in_torch(logits_KV, targets, base_KV, measures)
+        return measures
+    from ops.head_kernel import compute_cross_entropy, compute_divergences  # only torch's CUDA builds include triton
+
+    compute_cross_entropy(logits_KV, targets, measures[LOSS], None, measures[ENTROPY : COLLISION + 1])
+    if base_KV is not None:
+        compute_cross_entropy(base_KV, targets, measures[BASE_LOSS], None)
+        compute_divergences(logits_KV, base_KV, measures[DIVERGENCE], None)
     return measures
 
 
@@ -344,18 +352,14 @@ class _DivergenceSum(torch.autograd.Function):
 def _build_input_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad_KH, grad_NH = ctx.saved_tensors
     grad_values = None if grad_NH is None else grad_NH * (grad_output / ctx.scale)
-    return _scale_gradient(grad_KH, grad_output), None, None, None, grad_values, None
-
-
-def _scale_gradient(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
-    """Multiply the gradient by `grad_output`, which with fp16 contains the loss scale and may exceed fp16's range."""
     if grad_KH.dtype != torch.float16:
-        return grad_KH * grad_output.to(grad_KH.dtype)
+        return grad_KH * grad_output.to(grad_KH.dtype), None, None, None, grad_values, None
+    # With fp16, `grad_output` contains the loss scale and may exceed fp16's range.
     result = torch.empty_like(grad_KH)
     rows = max(1, MAX_ELEMENTS_PER_SCALING // grad_KH.shape[1])
     for source, target in zip(grad_KH.split(rows), result.split(rows), strict=True):
         target.copy_(source.float() * (grad_output / FP16_SCALE))
-    return result
+    return result, None, None, None, grad_values, None
 
 
 def _compute_chunk(
@@ -421,12 +425,3 @@ def _measure_in_torch(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None
         log_q_CV = torch.log_softmax(base_CV.float(), 1)
         measures[BASE_LOSS] = -log_q_CV.gather(1, chosen).squeeze(1)
         measures[DIVERGENCE] = (p_CV * log_p_CV.sub_(log_q_CV)).sum(1)
-
-
-def _measure_on_gpu(logits_CV: Tensor, targets: Tensor, base_CV: Tensor | None, measures: Tensor) -> None:
-    from ops.head_kernel import compute_cross_entropy, compute_divergences  # only torch's CUDA builds include triton
-
-    compute_cross_entropy(logits_CV, targets, measures[LOSS], None, measures[ENTROPY : COLLISION + 1])
-    if base_CV is not None:
-        compute_cross_entropy(base_CV, targets, measures[BASE_LOSS], None)
-        compute_divergences(logits_CV, base_CV, measures[DIVERGENCE], None)

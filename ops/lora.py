@@ -228,9 +228,7 @@ class FormatOperators:
         """
         # The operator checks everything else, so that CUDA calls spend no time on it in Python.
         stored, filled = self._pack(x, weights), fill_biases(x, biases, ups)
-        ys: list[Tensor]
-        ys, _ = self._operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
-        return ys
+        return self._operator(x, *stored, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)[0]
 
     def _check_arguments(self, arguments: tuple[Any, ...]) -> Any:
         op = self._forward_type(*arguments)

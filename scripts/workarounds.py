@@ -30,8 +30,13 @@ class Replacement:
 
 def collect() -> list[Replacement]:
     """Return the replacements by library, then by module."""
-    rows = read_yaml(ROOT / "trainer" / "patches" / "replacements.yaml").tree
-    return [Replacement(what, **row) for what, row in rows.items()]
+    libraries = read_yaml(ROOT / "trainer" / "patches" / "replacements.yaml").tree
+    return [
+        Replacement(what, library, rows["read_in"], **row)
+        for library, rows in libraries.items()
+        for what, row in rows.items()
+        if what != "read_in"
+    ]
 
 
 def lines() -> Iterator[str]:

@@ -124,14 +124,12 @@ def _build_inputs(pipeline: Pipeline, text: CaptionShapes, side: int, dtype: tor
 
 
 def infer_caption_shapes(pipeline: Pipeline) -> CaptionShapes:
+    if pipeline.caption_shapes:
+        return pipeline.caption_shapes
     settings = pipeline.build_empty_denoiser().config
     width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
-    tokens = CAPTION_TOKENS[pipeline.family.name]
-    return pipeline.caption_shapes or {"text": (tokens, width), "pooled": (_infer_pooled_width(settings),)}
-
-
-def _infer_pooled_width(settings: Any) -> int:
-    if settings.get("pooled_projection_dim"):
-        return int(settings["pooled_projection_dim"])
-    projected = settings.get("projection_class_embeddings_input_dim")
-    return int(projected) - 6 * int(settings["addition_time_embed_dim"]) if projected else 1
+    pooled = settings.get("pooled_projection_dim")
+    if not pooled:
+        projected = settings.get("projection_class_embeddings_input_dim")
+        pooled = int(projected) - 6 * int(settings["addition_time_embed_dim"]) if projected else 1
+    return {"text": (CAPTION_TOKENS[pipeline.family.name], width), "pooled": (int(pooled),)}

@@ -201,9 +201,14 @@ def _forward(model: Any, rows: int, length: int) -> Any:
 
 def _apply_patches(model: Any, settings: LayerSettings) -> None:
     """Patch the model as a run does (trainer/patches/installation.py)."""
+    from transformers import AttentionInterface
+
     from trainer.patches.fused_lora import group_layers  # imports bitsandbytes
 
-    _set_attention(model, settings)
+    AttentionInterface.register(FLASH, _attend)
+    base, attention = find_base_model(model), FLASH if settings.attention == "flash" else settings.attention
+    if base.config._attn_implementation != attention:
+        base.set_attn_implementation(attention)
     if settings.elementwise:
         replace_elementwise(model, frozen_norms=settings.frozen_norms, recompute=settings.recomputed)
     _replace_experts(model, settings)
@@ -219,16 +224,6 @@ def _apply_patches(model: Any, settings: LayerSettings) -> None:
         tile_feed_forward(model, settings.mlp_tile)
     if settings.selective:
         enable_recomputation(model, TrainingSection(gradient_checkpointing="selective"))
-
-
-def _set_attention(model: Any, settings: LayerSettings) -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(FLASH, _attend)
-    base = find_base_model(model)
-    attention = FLASH if settings.attention == "flash" else settings.attention
-    if base.config._attn_implementation != attention:
-        base.set_attn_implementation(attention)
 
 
 def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

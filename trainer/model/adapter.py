@@ -114,7 +114,7 @@ def apply_adapter(
     `dtype` may be a 16-bit type, because DeepSpeed keeps fp32 master weights. LoftQ (Li et al., 2023) initializes the
     adapter from the quantization error, which requires the full-precision weights of `base_model`.
     """
-    from peft import get_peft_model
+    from peft import get_peft_model, replace_lora_weights_loftq
 
     from trainer.model.expert_adapter import set_dropout, use_expert_adapters  # imports bitsandbytes
 
@@ -138,7 +138,11 @@ def apply_adapter(
             set_dropout(adapted, lora.dropout)
             set_saved_targets(adapted, targets, excluded)
         if lora.init == "loftq":
-            _apply_loftq(adapted, base_model)
+            file = Path(base_model) / "model.safetensors"
+            if not file.exists():
+                problem = f"needs the weights in a single file, but {file} is missing"
+                raise UserError(f"lora.init=loftq: {problem}; use a local single-file model")
+            replace_lora_weights_loftq(adapted, model_path=str(file))
     set_saved_patterns(adapted)
     check_reloadable(adapted)
     for parameter in adapted.parameters():
@@ -195,17 +199,6 @@ def apply_adapters(
             parameter.data = parameter.data.to(dtype)
     setattr(adapted, ATTRIBUTE, AdapterChoice(names, selected=DEFAULT))
     return adapted
-
-
-def _apply_loftq(adapted: Any, base_model: str) -> None:
-    from peft import replace_lora_weights_loftq
-
-    file = Path(base_model) / "model.safetensors"
-    if not file.exists():
-        raise UserError(
-            f"lora.init=loftq: needs the weights in a single file, but {file} is missing; use a local single-file model"
-        )
-    replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
 def find_token_layers(model: Any, lora: LoraSection) -> list[str]:
@@ -317,7 +310,7 @@ class GradientCheck:
         # Factors in a flat buffer are not leaves; the views created in each forward pass receive the gradients.
         self._handles = [p.register_hook(self._build_hook(name)) for name, p in trained if p.requires_grad]
         if self._flat is not None:
-            self._flat.set_view_hook(lambda name, v: self._handles.append(v.register_hook(self._build_hook(name))))
+            self._flat.view_hook = lambda name, v: self._handles.append(v.register_hook(self._build_hook(name)))
 
     def _build_hook(self, name: str) -> Any:
         def hook(grad: torch.Tensor | None) -> None:
@@ -349,7 +342,7 @@ class GradientCheck:
             FloatingPointError: if a gradient is not finite.
         """
         if self._flat is not None:
-            self._flat.set_view_hook(None)
+            self._flat.view_hook = None
         for handle in self._handles:
             handle.remove()
         missing = [name for name in self._names if name not in self._finite and not self._may_lack_gradient(name)]

@@ -7,7 +7,7 @@ routed tokens sorted by expert, E experts, H hidden, I in, O out, R rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,10 +80,7 @@ def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | 
         down,
         getattr(experts, f"{GATE_UP}_bias", None),
         getattr(experts, f"{DOWN}_bias", None),
-        activation.name,
-        activation.interleaved,
-        activation.alpha,
-        activation.limit,
+        *activation,
     )
 
 
@@ -121,8 +118,7 @@ def _build_matrix_operand(experts: Any, name: str, hidden: Tensor) -> ops.Expert
     return replace(stored, source=weight)
 
 
-@dataclass(frozen=True)
-class ExpertActivation:
+class ExpertActivation(NamedTuple):
     """The activation between an expert's two matmuls, with the fields of `ops.ExpertWeights`."""
 
     name: Activation

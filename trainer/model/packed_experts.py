@@ -63,11 +63,6 @@ class ExpertsLayout:
         return self.kind in STORAGE
 
     @property
-    def scale_shape(self) -> tuple[int, int]:
-        """Shape of one expert's scales (8-bit values only)."""
-        return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the unpacked tensor, as in the model."""
         if not self.experts:
@@ -83,7 +78,8 @@ class ExpertsLayout:
             return self.groups.sections()
         if self.is_8bit:
             values = ((self.experts, self.rows, self.cols), STORAGE[self.kind])
-            return {"codes": values, "scales": ((self.experts, *self.scale_shape), torch.float32)}
+            grid = -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
+            return {"codes": values, "scales": ((self.experts, *grid), torch.float32)}
         count = -(-self.rows * self.cols // 2)
         codes: Sections = {"codes": ((self.experts, count), torch.uint8)}
         if self.kind == MXFP4:
@@ -183,22 +179,14 @@ class PackedExperts(nn.Parameter):
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
             return mxfp4.dequantize(codes, scales, layout.dtype).view(layout.rows, layout.cols)
-        return _dequantize_nf4(sections, index, layout)
-
-
-def _dequantize_nf4(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
-    """Dequantize one expert's matrix as bitsandbytes' `dequantize_4bit` does."""
-    expert_sections = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
-    scales = _dequantize_scales(sections | expert_sections, layout).view(-1)
-    count = layout.rows * layout.cols
-    if count % layout.block == 0 or scales.device.type != "cpu":
-        out = torch.empty((layout.rows, layout.cols), dtype=layout.dtype, device=scales.device)
-        _dequantize_codes(expert_sections["codes"], scales, sections["book"], layout, out.view(1, -1))
-        return out
-    state = scales, sections["book"]
-    return reference.dequantize_nf4(
-        expert_sections["codes"], state, layout.rows, layout.cols, layout.block, 1, layout.dtype
-    )
+        sections |= {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
+        codes, scales, book = sections["codes"], _dequantize_scales(sections, layout).view(-1), sections["book"]
+        if layout.rows * layout.cols % layout.block == 0 or scales.device.type != "cpu":
+            out = torch.empty((layout.rows, layout.cols), dtype=layout.dtype, device=scales.device)
+            _dequantize_codes(codes, scales, book, layout, out.view(1, -1))
+            return out
+        sizes = layout.rows, layout.cols, layout.block
+        return reference.dequantize_nf4(codes, (scales, book), *sizes, 1, layout.dtype)
 
 
 def _dequantize_scales(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:

@@ -104,12 +104,26 @@ def map_stored_tensors(model: Any, files: StoredTensors, base_model: str) -> dic
 
     Tied parameters appear under all of their names. Raises UserError if a parameter is not stored.
     """
-    shapes = files.read_shapes()
-    layout = _find_mxfp4(model, shapes)
+    shapes, prefix = files.read_shapes(), f"{model.base_model_prefix}."
+    layout: dict[str, StoredParameter] = {}
+    for target, _ in model.named_parameters():
+        # MXFP4 tensors are named with or without the model's prefix.
+        for name in (target, target.removeprefix(prefix), prefix + target):
+            if name + BLOCKS in shapes and name + SCALES in shapes:
+                layout[target] = StoredParameter(target, {BLOCKS: (name + BLOCKS,), SCALES: (name + SCALES,)})
     for stored in _find_by_mapping(model, shapes):
         for target in [stored.target] if stored.converter is None else stored.find_targets(shapes):
             layout.setdefault(target, replace(stored, target=target))
-    return _add_tied(model, layout, base_model)
+    tied = set(require(model, "all_tied_weights_keys", "transformers"))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    by_id = {id(parameters[name]): stored for name, stored in layout.items() if name in parameters}
+    missing = [name for name, value in parameters.items() if id(value) not in by_id and name not in tied]
+    if missing:
+        raise UserError(
+            f"base_model={base_model}: {format_count(len(missing), 'weight')} missing (first: {missing[0]}); "
+            "use config.json and weights from the same model, or download the model again"
+        )
+    return layout | {name: by_id[id(parameter)] for name, parameter in parameters.items()}
 
 
 def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[StoredParameter]:
@@ -137,29 +151,6 @@ def _find_by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Sto
         sources = {pattern: tuple(stored) for pattern, stored in patterns.items()}
         layout.append(StoredParameter(key, sources, converter, key, shape_model, model.config))
     return layout
-
-
-def _find_mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, StoredParameter]:
-    """Find the parameters stored as blocks and scales, named with or without the model's prefix."""
-    prefix, layout = f"{model.base_model_prefix}.", {}
-    for target, _ in model.named_parameters():
-        for name in (target, target.removeprefix(prefix), prefix + target):
-            if name + BLOCKS in shapes and name + SCALES in shapes:
-                layout[target] = StoredParameter(target, {BLOCKS: (name + BLOCKS,), SCALES: (name + SCALES,)})
-    return layout
-
-
-def _add_tied(model: Any, layout: dict[str, StoredParameter], base_model: str) -> dict[str, StoredParameter]:
-    tied = set(require(model, "all_tied_weights_keys", "transformers"))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    by_id = {id(parameters[name]): stored for name, stored in layout.items() if name in parameters}
-    missing = [name for name, value in parameters.items() if id(value) not in by_id and name not in tied]
-    if missing:
-        raise UserError(
-            f"base_model={base_model}: {format_count(len(missing), 'weight')} missing (first: {missing[0]}); "
-            "use config.json and weights from the same model, or download the model again"
-        )
-    return layout | {name: by_id[id(parameter)] for name, parameter in parameters.items()}
 
 
 def _keeps_first_dimension(operation: Any) -> bool:

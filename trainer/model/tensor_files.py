@@ -41,9 +41,12 @@ class SafetensorsFiles:
         self._files: dict[str, Path] = {}
         self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in find_weight_files(folder, self._setting, stem=stem):
-            headers = _read_headers(file, self._setting)
-            self._headers |= headers
-            self._files |= dict.fromkeys(headers, file)
+            try:
+                entries, _, _ = read_safetensors_header(file)
+            except UnreadableFileError as error:
+                raise UserError(f"{self._setting}: {file.name} {_describe_damage(file, error)}") from None
+            self._headers |= {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
+            self._files |= dict.fromkeys(entries, file)
 
     def read_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, (shape, _) in self._headers.items()}
@@ -51,9 +54,6 @@ class SafetensorsFiles:
     def read_types(self) -> dict[str, str]:
         """Return the dtypes of all tensors in safetensors' notation (`BF16`, `F8_E4M3`, `U8`)."""
         return {name: kind for name, (_, kind) in self._headers.items()}
-
-    def find_file(self, name: str) -> Path:
-        return self._files[name]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor on the CPU, or only `tensor[index : index + 1]` if `index` is given."""
@@ -73,7 +73,7 @@ def check_finite(setting: str, files: SafetensorsFiles, dtype: torch.dtype) -> N
         if count := int((~torch.isfinite(converted)).sum()):
             problem, fix = f"beyond the range of {dtype}", "use training.precision: bf16"
             if not torch.isfinite(stored).all():
-                problem, fix = "NaN or infinite", f"download or copy {files.find_file(name).name} again"
+                problem, fix = "NaN or infinite", f"download or copy {files._files[name].name} again"
             raise UserError(f"{setting}: {count:,} of {stored.numel():,} values of {name} are {problem}; {fix}")
 
 
@@ -112,14 +112,6 @@ def _read_index(index: Path, setting: str) -> list[str]:
             f"{setting}: {index.name} lists {outside}, which is outside its folder; copy that file into the folder"
         )
     return names
-
-
-def _read_headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    try:
-        entries, _, _ = read_safetensors_header(file)
-    except UnreadableFileError as error:
-        raise UserError(f"{setting}: {file.name} {_describe_damage(file, error)}") from None
-    return {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
 
 
 def _describe_damage(file: Path, error: UnreadableFileError) -> str:

@@ -11,7 +11,6 @@ computes one document at a time.
 """
 
 import sys
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,18 +92,19 @@ def attend_per_document(
 ) -> Tensor:
     """Run the model's own eager attention for each document or, without `cu_seqlens`, once for all tokens."""
     attend = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
-    if cu_seqlens is None:
+
+    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             mask = build_causal_mask(query.shape[2], key.shape[2], window, query.device)
         if mask.dtype == torch.bool:
-            mask = _make_additive(mask, query.dtype)
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
         return attend(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
-    outs = []
-    for begin, end in pairwise(cu_seqlens.tolist()):
-        rows = (tensor[:, :, begin:end] for tensor in (query, key, value))
-        mask = _make_additive(build_causal_mask(end - begin, end - begin, window, query.device), query.dtype)
-        outs.append(attend(module, *rows, mask, scaling=scaling, dropout=dropout)[0])
-    return torch.cat(outs, dim=1)
+
+    if cu_seqlens is None:
+        return run(query, key, value, mask)
+    lengths = cu_seqlens.diff().tolist()
+    rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([run(*document, None) for document in rows], dim=1)
 
 
 def build_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -116,7 +116,3 @@ def build_causal_mask(queries: int, keys: int, window: int | None, device: torch
     positions = torch.arange(keys, device=device)
     distance = positions[keys - queries :, None] - positions
     return ((distance >= 0) & (distance < (window or keys)))[None, None]
-
-
-def _make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

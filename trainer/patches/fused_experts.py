@@ -35,19 +35,14 @@ def install_expert_forwards(model: nn.Module, *, on_gpu: bool) -> list[str]:
             replace(experts, "forward", partial(run_adapted_experts, experts, {}))
             adapter = "without adapter"
         else:
-            if _is_gathered_by_deepspeed(experts):
+            weights = experts.parameters(recurse=False)
+            if not list_packed_tensors(experts) and all(is_partitioned(w) and not w.requires_grad for w in weights):
                 # The model's own code would keep views of the gathered weights until the backward pass.
                 replace(experts, "forward", partial(forward_frozen, experts, experts.forward))
             continue
         method = "by the operator" if is_supported else "in plain torch (activation not supported by the operator)"
         counts[adapter, method] += 1
     return [f"experts: {count} layers {adapter}, {method}" for (adapter, method), count in counts.items()]
-
-
-def _is_gathered_by_deepspeed(experts: nn.Module) -> bool:
-    """Return whether all weights are frozen, unpacked and partitioned by stage 3."""
-    weights = experts.parameters(recurse=False)
-    return not list_packed_tensors(experts) and all(is_partitioned(w) and not w.requires_grad for w in weights)
 
 
 def _describe_adapter(wrappers: list[Any]) -> str:

@@ -134,7 +134,8 @@ class FusedLayer:
     To make these reads cheap, modules are looked up once, and PEFT's attributes are read directly.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, active: Sequence[str] | None = None) -> None:
+        """Read the layer's first active adapter. `active` is PEFT's list of active adapters if it has several."""
         for name in ("_disable_adapters", "_active_adapter"):
             require(layer, name, "peft")
         self.layer = layer
@@ -145,14 +146,11 @@ class FusedLayer:
         self.packed = isinstance(self.base, FrozenLinear4bit)
         self.is_8bit = isinstance(self.base, FrozenLinear8bit)
         self.grouped = isinstance(self.base, FrozenLinearGrouped)
-        self._active: tuple[Any, Any] = (self.adapter, [self.adapter])  # PEFT stores a name or a list
+        # PEFT stores a name or a list.
+        self._active: tuple[Any, ...] = (active,) if active else (self.adapter, [self.adapter])
         self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
         self._dropout_module = layer.lora_dropout[self.adapter]
         self._nf4: ops.Nf4Weight | None = None
-
-    def match_active_adapters(self, names: Sequence[str]) -> None:
-        """Use this adapter whenever PEFT's list of active adapters is `names`, which must include it."""
-        self._active = (names, names)
 
     @property
     def has_dropout(self) -> bool:

@@ -101,7 +101,7 @@ class GraphedLoss:
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         self._calls += 1
-        if self.off_reason or not self._module.training or not torch.is_grad_enabled() or self._flat.has_view_hook:
+        if self.off_reason or not self._module.training or not torch.is_grad_enabled() or self._flat.view_hook:
             return self._loss(model, batch, device)
         if len(self._sizes) < WARMUP_BATCHES + MEASURED_BATCHES:
             return self._run_and_measure(model, batch, device)

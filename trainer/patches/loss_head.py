@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ops.head import (
     sum_token_losses,
     sum_token_losses_from_logits,
 )
-from trainer.contract.known_versions import patch_attribute, replaces, require
+from trainer.contract.known_versions import patch_attribute, patch_objects, replaces, require
 from trainer.data.batches import IGNORE_INDEX, MicroBatch
 from trainer.data.image_features import TowerOutput
 from trainer.model.expert_targets import LOAD_BALANCING
@@ -333,8 +333,7 @@ class TokenLoss:
 
 
 @replaces("`_disable_adapters` of adapted layers")
-@contextmanager
-def bypass_adapter(module: nn.Module) -> Iterator[None]:
+def bypass_adapter(module: nn.Module) -> AbstractContextManager[None]:
     """Disable the adapter within the block; unlike PEFT, keep the requires_grad of its factors.
 
     Changing requires_grad would break a graph, an engine or a flat buffer that contains the factors.
@@ -343,14 +342,8 @@ def bypass_adapter(module: nn.Module) -> Iterator[None]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     adapted = [part for part in module.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    layers: list[Any] = [layer for layer in adapted if not require(layer, "_disable_adapters", "peft")]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
+    layers = [layer for layer in adapted if not require(layer, "_disable_adapters", "peft")]
+    return patch_objects(*((layer, "_disable_adapters", True) for layer in layers))
 
 
 @replaces("`load_balancing_loss_func` of modeling files")

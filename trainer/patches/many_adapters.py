@@ -76,9 +76,6 @@ class _Layer:
     def any_member(self) -> FusedLayer:
         return next(iter(self.members.values()))
 
-    def get_factor_names(self, adapter: str) -> tuple[str, str]:
-        return f"{self.path}.lora_A.{adapter}.weight", f"{self.path}.lora_B.{adapter}.weight"
-
 
 def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
     from peft.tuners.lora import LoraLayer
@@ -98,8 +95,7 @@ def _find_members(model: nn.Module, choice: AdapterChoice) -> dict[str, _Layer]:
             module._active_adapter = [name]
             if reason := describe_fusion_problem(module):
                 raise UserError(f"adapters: {path}: {reason}; exclude it with lora.exclude_modules")
-            members[name] = FusedLayer(module)
-            members[name].match_active_adapters(active)
+            members[name] = FusedLayer(module, active)
         module._active_adapter = active
         layers[path] = _Layer(path, module, members)
     return layers
@@ -181,8 +177,8 @@ class _CommonGroup(FusedGroup):
                 seed = self._choice.dropout_seeds[name][self._mask[name]] if dropout else None
                 bundles.append(Bundle(start, end, count, indices, scales, dropout, seed))
                 for index in indices:
-                    for side, factor in zip(factors, layers[index].get_factor_names(name), strict=True):
-                        side.append(self._choice.factors[factor])
+                    for side, letter in zip(factors, "AB", strict=True):
+                        side.append(self._choice.factors[f"{layers[index].path}.lora_{letter}.{name}.weight"])
             start = end
         if start != x.numel() // x.shape[-1]:
             raise RuntimeError(f"several adapters: {tuple(x.shape)} does not match {start} tokens")

@@ -182,10 +182,8 @@ def _choose_norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
         return "has more than one argument or weight"
     if eps is None or weight is None:
         return "the epsilon has an unknown name"
-    reason = ""
     for offset in (0.0, 1.0):
-        reason = _test_norm(module, weight, float(eps), offset)
-        if not reason:
+        if not (reason := _test_norm(module, weight, float(eps), offset)):
             return _build_norm_forward(original, float(eps), offset, recompute)
     return reason
 
@@ -224,10 +222,8 @@ def _choose_mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
         return "the forward was already replaced"
     if len(inspect.signature(type(module).forward).parameters) > 2:
         return "has more than one argument"
-    reason = ""
     for gated in (gelu_mul, silu_mul):
-        reason = _test_mlp(module, names, gated)
-        if not reason:
+        if not (reason := _test_mlp(module, names, gated)):
             return _build_mlp_forward(names, gated, recompute)
     return reason
 

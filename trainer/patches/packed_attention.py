@@ -308,9 +308,7 @@ def _flash_attention(
     tensors = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     lengths = bounds, key_bounds, max_seqlen, max_seqlen
     options: dict[str, Any] = {"is_causal": causal, "return_debug_mask": False, "scale": scaling, **window}
-    out: torch.Tensor
-    out, *_ = torch.ops.aten._flash_attention_forward(*tensors, *lengths, dropout, **options)
-    return out
+    return torch.ops.aten._flash_attention_forward(*tensors, *lengths, dropout, **options)[0]
 
 
 def _attend_each_document(

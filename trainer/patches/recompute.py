@@ -83,7 +83,8 @@ def _choose_checkpoint_function(
     if _uses_random_numbers(model):
         chosen = _repeat_random_numbers
     if not training.recompute_attention:
-        if has_attention_dropout(model):
+        settings = model.config.get_text_config().to_dict()
+        if any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")):
             raise UserError(
                 "training.recompute_attention=false: the model has attention dropout, which draws a new mask when the "
                 "layer is recomputed; use auto"
@@ -298,9 +299,3 @@ class _ReuseAttention(TorchDispatchMode):
         if func not in ATTENTION_OPERATORS:
             return func(*args, **(kwargs or {}))
         return tuple(x if x is None or isinstance(x, int) else self._load(x) for x in self._results.popleft())
-
-
-def has_attention_dropout(model: Any) -> bool:
-    """Return whether the model has attention dropout; its mask would differ in the recomputation."""
-    settings = model.config.get_text_config().to_dict()
-    return any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))

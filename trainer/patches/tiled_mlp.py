@@ -24,8 +24,8 @@ TrainedTensor = tuple[nn.Module, str, Tensor]  # a module, the name of a weight,
 @replaces("the forward of gated MLPs, to compute tiles of the sequence")
 def tile_feed_forward(model: nn.Module, tile: int) -> int:
     """Make gated MLPs without dropout process `tile` tokens at a time; return how many there are."""
-    mlps = [module for module in model.modules() if is_gated_mlp(module)]
-    parts = [mlp for mlp in mlps if not any(isinstance(part, nn.Dropout) and part.p > 0 for part in mlp.modules())]
+    dropouts = {module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
+    parts = [part for part in model.modules() if is_gated_mlp(part) and dropouts.isdisjoint(part.modules())]
     for part in parts:
         replace(part, "forward", partial(_forward, part, part.forward, tile))
     return len(parts)

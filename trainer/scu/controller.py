@@ -143,7 +143,7 @@ class ScuController:
         self.apply_pending_measurement()
         if self.divergence is not None:
             penalty = self.divergence.compute_penalty(step, self.lambda_)
-            self._measured = self.divergence.get_local_sum()
+            self._measured = self.divergence.local_sum
             return penalty
         assert self.information is not None
         squares = self.information.compute_sum_of_squares()

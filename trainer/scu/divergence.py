@@ -88,7 +88,8 @@ class Divergence:
         """Prepare the measurement; with `base_states`, no step needs a forward pass of the base model."""
         self._base_states = base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
-        self._sum: Tensor | None = None
+        self.local_sum: Tensor | None = None
+        """This rank's KL sum of the latest step (fp64, in nats)."""
         self.held_out: Divergence | None = None
         """Measures K on texts that no step uses, for scu.scale_to_target."""
 
@@ -105,9 +106,9 @@ class Divergence:
             base_states=self._get_base_states(selected),
             with_gradient=lambda_ > 0,
         )
-        self._sum = sum_local.detach()
+        self.local_sum = sum_local.detach().double()
         if lambda_ == 0:
-            return torch.zeros_like(self._sum)
+            return torch.zeros_like(sum_local)
         return sum_local * (lambda_ * self.reference.world_size / self.reference.count_tokens(step))
 
     def measure_all(self) -> float:
@@ -116,8 +117,8 @@ class Divergence:
         count = math.ceil(len(self.reference.documents) / (self.reference.rows * self.reference.world_size))
         for step in range(1, count + 1):
             self.compute_penalty(step, 0.0)
-            assert self._sum is not None
-            total += self._sum
+            assert self.local_sum is not None
+            total += self.local_sum
         return sum_over_ranks(total).item() / sum(map(self.reference.count_tokens, range(1, count + 1))) / math.log(2.0)
 
     def _get_base_states(self, indices: Sequence[int]) -> Tensor:
@@ -125,10 +126,6 @@ class Divergence:
             return to_device(torch.cat([self._base_states[index] for index in indices]), self._engine.device)
         batch = self.reference.build_batch(indices)
         return self._token_loss.compute_base_states(self._engine, batch, self._engine.device)
-
-    def get_local_sum(self) -> Tensor | None:
-        """Return this rank's KL sum for the step (fp64, in nats); None before the first `compute_penalty`."""
-        return None if self._sum is None else self._sum.double()
 
     def compute_bits(self, step: int, sum_global: float) -> float:
         """Convert a step's KL sum over all ranks (nats) to K in bits per token; a negative rounding error becomes 0."""

@@ -109,8 +109,8 @@ class AdapterInformation:
         with torch.no_grad():
             results = [compute(chunk) for chunk in self.chunks]
             value = torch.stack([value for value, *_ in results]).sum()
-        gradients = [
-            chunk.reshape_by_layer(gradient)
+        gradients = [  # [layers, ...], or [layers, E, ...] for experts
+            gradient.view(len(chunk.a), *get_full_shape(chunk.a[0])[:-2], *gradient.shape[1:])
             for chunk, (_, *pair) in zip(self.chunks, results, strict=True)
             for gradient in pair
         ]
@@ -177,17 +177,13 @@ class _Chunk:
         dtype = torch.promote_types(self.a[0].dtype, torch.float32)
         if self.flat is not None:
             down, up = (self.flat.read_block(number)[self.rows or slice(None)] for number in self.blocks)
-            return _flatten_experts(down).to(dtype), _flatten_experts(up).to(dtype)
+            return down.flatten(0, -3).to(dtype), up.flatten(0, -3).to(dtype)  # the experts of a layer become layers
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
         # cat and view: stack would create a view of each tensor, which is slow for hundreds of small tensors.
         a_NRI = torch.cat(tensors[:split]).view(-1, *get_full_shape(self.a[0])[-2:])
         b_NOR = torch.cat(tensors[split:]).view(-1, *get_full_shape(self.b[0])[-2:])
         return a_NRI.to(dtype), b_NOR.to(dtype)
-
-    def reshape_by_layer(self, gradient: Tensor) -> Tensor:
-        """Reshape a gradient to [layers, ...], or to [layers, E, ...] for experts."""
-        return gradient.view(len(self.a), *get_full_shape(self.a[0])[:-2], *gradient.shape[1:])
 
 
 def _build_chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
@@ -246,11 +242,6 @@ def _compute_delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
     square_N11 = chunk.scale_N11.square()
     value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
     return value, (2 * square_N11 * gram_b_NRR) @ a_NRI, b_NOR @ (2 * square_N11 * gram_a_NRR)
-
-
-def _flatten_experts(stacked: Tensor) -> Tensor:
-    """Flatten a stack [layers, E, R, I] of expert factors to [N, R, I]."""
-    return stacked.reshape(-1, *stacked.shape[-2:])
 
 
 def _compute_gram(b_NOR: Tensor) -> Tensor:

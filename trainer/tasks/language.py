@@ -235,7 +235,11 @@ class LanguageTask(Task):
         samples = self._prepared.data.train
         if when == "before" and isinstance(samples, Samples):
             examples = self.choose_examples(document for sample in samples for document in split_documents(sample))
-            folder.save_examples([(name, _decode_example(document, tokenizer)) for name, document in examples])
+            decoded = []
+            for name, document in examples:
+                images = [(0.0, build_thumbnail(stored)) for part in document.images for stored in part]
+                decoded.append((name, [*decode_parts(document, tokenizer), *images]))
+            folder.save_examples(decoded)
         for raw in self._prepared.sample_prompts:
             ids, prompt = encode_prompt(tokenizer, self._config.dataset, raw, prompt_format), format_prompt(raw)
             [answer] = generate_greedy_answers(engine, tokenizer, ids.tolist(), self._config.logging.sample_tokens)
@@ -283,9 +287,3 @@ class LanguageTask(Task):
     def check_can_evaluate(cls, config: RunConfig, folder: Path, stats: DataStats) -> None:
         """Raise UserError if `zerolora eval` cannot evaluate the finished run in `folder` on this data."""
         cls.check_data(config, stats)
-
-
-def _decode_example(document: Sample, tokenizer: Any) -> list[tuple[float, str]]:
-    """Return the decoded segments of a document with their weights, and thumbnails of its images."""
-    images = [(0.0, build_thumbnail(stored)) for part in document.images for stored in part]
-    return [*decode_parts(document, tokenizer), *images]

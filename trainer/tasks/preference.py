@@ -104,9 +104,12 @@ class PreferenceLoss(TokenLoss):
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
         """Return the loss, accuracy and reward margin for every pair [3, P], fp32; a tie has accuracy 0.5."""
         scores, losses = self._score_pairs(model, batch, device)
-        chosen, rejected = scores.log_ratios
-        margins = self._settings.beta * (chosen - rejected)
+        margins = self._compute_reward_margins(scores, batch)
         return torch.stack([losses, (margins.sign() + 1) / 2, margins])
+
+    def _compute_reward_margins(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+        chosen, rejected = scores.log_ratios
+        return self._settings.beta * (chosen - rejected)
 
     def _score_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> ScoredPairs:
         """Run the model on a batch of pairs, and return their scores and losses; also records metrics."""
@@ -199,14 +202,9 @@ class KtoLoss(PreferenceLoss):
     results_key = "answers"
     answers_per_row = 1
 
-    def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
-        """Return the loss, accuracy and margin for every answer [3, P].
-
-        The margin is beta (log p - log p_ref - baseline), negated for undesirable answers.
-        """
-        scores, losses = self._score_pairs(model, batch, device)
-        margins = self._compute_margins(scores, batch)[0]
-        return torch.stack([losses, (margins.sign() + 1) / 2, margins])
+    def _compute_reward_margins(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
+        """Return beta (log p - log p_ref - baseline) for every answer [P], negated for undesirable answers."""
+        return self._compute_margins(scores, batch)[0]
 
     def _compute_margins(self, scores: PairScores, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the margins of the answers [P], whether they are desirable [P], and the baseline."""

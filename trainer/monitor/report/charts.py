@@ -100,11 +100,8 @@ def _build_curves(records: list[Record], row: dict[str, Any], labels: dict[str, 
     elif name.startswith("eval/"):
         line = line.drop_nan()
     line = Series(line.steps, row.get("times", 1) * line.values)
-    return _build_mean_curves(line, color, label) if kind == "mean" else (Curve(line, kind, color, label),)
-
-
-def _build_mean_curves(line: Series, color: str, label: str) -> tuple[Curve, ...]:
-    """Return the raw values as a pale curve and their running mean; only the raw values if there are few."""
+    if kind != "mean":
+        return (Curve(line, kind, color, label),)
     window = choose_window(len(line))
     if window is None:
         return (Curve(line, "line", color, label),)

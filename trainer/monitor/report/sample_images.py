@@ -36,10 +36,10 @@ def read_prompts(run_dir: Path) -> list[str]:
 
 def find_sample_images(run_dir: Path) -> list[tuple[str, list[Path]]]:
     """Return (prompt, image files) pairs, with the files in the order before, step-N, after."""
-    rows = []
-    for index, prompt in enumerate(read_prompts(run_dir)):
-        rows.append((prompt, sorted((run_dir / SAMPLES).glob(f"{index:02d}-*.png"), key=_sort_key)))
-    return rows
+    return [
+        (prompt, sorted((run_dir / SAMPLES).glob(f"{index:02d}-*.png"), key=_sort_key))
+        for index, prompt in enumerate(read_prompts(run_dir))
+    ]
 
 
 def embed_sample_images(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:

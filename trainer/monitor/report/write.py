@@ -66,14 +66,17 @@ def write_report(run_dir: Path) -> Path:
     next_commands = suggest_commands(str(run_dir), config) if config else []
     tables = [*build_summary_tables(records, config, run), ("Restarts", restarts), ("Next", next_commands)]
     changed, settings = list_changed_settings(config)
-    answers = [item for item in read_answers(run_dir / ANSWERS).items() if set(ANSWER_LABELS) <= set(item[1])]
     page = render_template(
         TEMPLATE,
         title=config.get("logging", {}).get("run_name") or run_dir.resolve().name,
         subtitle=_format_subtitle(config, run),
         tiles=build_tiles(records, run),
         figures=[render_chart(chart) for chart in charts if chart.is_wide or chart.is_leading],
-        answers={prompt: {when: texts[when] for when in ANSWER_LABELS} for prompt, texts in answers},
+        answers={
+            prompt: {when: texts[when] for when in ANSWER_LABELS}
+            for prompt, texts in read_answers(run_dir / ANSWERS).items()
+            if set(ANSWER_LABELS) <= set(texts)
+        },
         sample_images=embed_sample_images(run_dir),
         changed=changed,
         settings=settings,
@@ -164,8 +167,9 @@ def build_tiles(records: list[Record], run: Mapping[str, Any]) -> list[tuple[str
     kept_note = f", kept: step {held_out.kept_step:,}" if held_out and is_kept_known else ""
     for label, values, note in (("held-out loss", compared, kept_note), ("training loss", means, note_means)):
         if len(values) > 1:
-            change = f"{values[-1] / values[0] - 1:+.1%}".replace("-", "−") if values[0] else "from 0"  # noqa: RUF001
-            tiles.append((label, f"{values[0]:.3f} → {values[-1]:.3f}", change + note))
+            before, after = values
+            change = f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001
+            tiles.append((label, f"{before:.3f} → {after:.3f}", change + note))
     rate, unit = compute_median_rate(records), detect_batch_unit(records)
     if rate:
         ranks, digits = run.get("world_size", 1), unit.digits

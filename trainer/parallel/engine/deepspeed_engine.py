@@ -157,19 +157,13 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
         require_partitioned(trainable)
-        _register_external_weights(model)
-    return engine
+        from peft.tuners.lora import LoraLayer
 
-
-def _register_external_weights(model: torch.nn.Module) -> None:
-    """Make DeepSpeed gather the weights that fused operators read without calling the layers that own them."""
-    import deepspeed
-    from peft.tuners.lora import LoraLayer
-
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            for parameter in module.parameters():
+        # Fused operators read these weights without calling the layers that own them.
+        for module in model.modules():
+            for parameter in module.parameters() if isinstance(module, LoraLayer) else ():
                 deepspeed.zero.register_external_parameter(module, parameter)
+    return engine
 
 
 @replaces("the parameter fetch of stage 3, to time it")

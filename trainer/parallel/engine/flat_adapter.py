@@ -9,7 +9,7 @@ I inputs, O outputs), so a batched matmul over the layers needs no copy. Each fa
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import OPTIMIZERS, resolve_engine_zero
-from trainer.contract.known_versions import replaces
+from trainer.contract.known_versions import patch_objects, replaces
 from trainer.parallel.engine.adapter_choice import AdapterChoice, find_choice
 
 ALIGNMENT_BYTES = 16
@@ -88,7 +88,8 @@ class FlatAdapter:
         self.buffers = [nn.Parameter(torch.zeros(end, dtype=sample.dtype, device=sample.device)) for end in ends]
         self.stacks: dict[int, Tensor] = {}
         """Stacked factors [N, *shape] by block index, in the graph of the latest forward pass with gradients."""
-        self._view_hook: ViewHook | None = None
+        self.view_hook: ViewHook | None = None
+        """Function called with the name and the view of each factor when its view is created."""
         self._sources: Sequence[Tensor] | None = None
         self._builds_views = True
         with torch.no_grad():
@@ -130,10 +131,6 @@ class FlatAdapter:
             member.parameter.data = view
             member.parameter.requires_grad_(False)
 
-    def shares_memory(self) -> bool:
-        """Return whether every PEFT Parameter is still a view of the memory that the engine trains."""
-        return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._list_rows())
-
     def create_weight_views(self, *_: Any) -> None:
         """Create the views in the autograd graph before a pass with gradients (a forward pre-hook)."""
         self.stacks = {}
@@ -153,8 +150,8 @@ class FlatAdapter:
                 for member, view in zip(block.members, stack.unbind(0), strict=True):
                     # Shadows the registered Parameter, which stays unchanged.
                     member.module.__dict__["weight"] = view
-                    if self._view_hook is not None:
-                        self._view_hook(member.name, view)
+                    if self.view_hook is not None:
+                        self.view_hook(member.name, view)
         if common:
             self._stack_adapters(common)
 
@@ -170,9 +167,9 @@ class FlatAdapter:
                 rows = piece.unflatten(1, (len(block.members), block.stride))[..., : block.shape.numel()]
                 for member, factor in zip(block.members, rows.unflatten(-1, block.shape).unbind(1), strict=True):
                     choice.factors[member.name] = factor
-                    if self._view_hook is not None:
+                    if self.view_hook is not None:
                         for name in names:
-                            self._view_hook(member.name.replace(f".{names[0]}.weight", f".{name}.weight"), factor)
+                            self.view_hook(member.name.replace(f".{names[0]}.weight", f".{name}.weight"), factor)
 
     @contextmanager
     def keep_views(self) -> Iterator[None]:
@@ -204,21 +201,9 @@ class FlatAdapter:
             for member in self.members:
                 member.module.__dict__.pop("weight", None)
 
-    @contextmanager
-    def build_stacks_only(self) -> Iterator[None]:
+    def build_stacks_only(self) -> AbstractContextManager[None]:
         """Within the block, create stacks of factors without views for modules, which must not read their weights."""
-        self._builds_views = False
-        try:
-            yield
-        finally:
-            self._builds_views = True
-
-    def set_view_hook(self, hook: ViewHook | None) -> None:
-        self._view_hook = hook
-
-    @property
-    def has_view_hook(self) -> bool:
-        return self._view_hook is not None
+        return patch_objects((self, "_builds_views", False))
 
     def _list_rows(self) -> list[tuple[Member, Tensor]]:
         return [

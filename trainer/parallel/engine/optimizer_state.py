@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from trainer.config.training_sections import OPTIMIZERS, OptimizerKind
+from trainer.config.training_sections import OPTIMIZERS
 from trainer.contract.known_versions import require
 from trainer.parallel.engine.flat_adapter import find_flat_adapter, list_trained_parameters
 from trainer.parallel.engine.optimizer import AVERAGING_KEY, AVERAGING_STATE_KEYS
@@ -89,12 +89,17 @@ class EngineState:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._optimizer = engine.basic_optimizer
-        self._kind = _find_kind(self._optimizer)
+        name = type(self._optimizer).__name__
+        self._kind = next(kind for kind in OPTIMIZERS.values() if kind.path.rpartition(".")[2] == name)
         self._eight_bit = dict(zip(self._kind.state, EIGHT_BIT_STATE_KEYS, strict=False))
         self._trained: list[NamedParameter] = list_trained_parameters(engine.module)
-        self._partitions = list({id(partition): partition for partition in _list_partitions(engine)}.values())
-        ids = {id(partition) for partition in self._partitions}
-        self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.partition) in ids]
+        if engine.zero_optimization_stage() == 3:
+            partitions = engine.optimizer.fp32_partitioned_groups_flat
+        else:
+            partitions = [partition for group in self._optimizer.param_groups for partition in group["params"]]
+        by_id: dict[int, torch.Tensor] = {id(partition): partition for partition in partitions}
+        self._partitions = list(by_id.values())
+        self._shards = [shard for shard in _find_shards(engine, self._trained) if id(shard.partition) in by_id]
 
     def collect_pieces(self) -> StatePieces | None:
         """Return this rank's state on its device: views of the tensors, and copies of 8-bit moments.
@@ -248,19 +253,11 @@ class EngineState:
     def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
         import deepspeed
 
-        stage = self._engine.zero_optimization_stage()
+        partitioned = self._engine.zero_optimization_stage() == 3
         for name, parameter in self._trained:
             value = state[f"master/{name}"].to(self._engine.device, parameter.dtype)
-            if stage == 3:
-                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                    parameter.data.copy_(value.view_as(parameter.data))
-            else:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
                 parameter.data.copy_(value.view_as(parameter.data))
-
-
-def _find_kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-    name = type(optimizer).__name__
-    return next(kind for kind in OPTIMIZERS.values() if kind.path.rpartition(".")[2] == name)
 
 
 def _find_shards(engine: Engine, trained: list[NamedParameter]) -> Iterator[Shard]:
@@ -314,11 +311,3 @@ def _find_stage_0_masters(optimizer: Any) -> dict[int, torch.Tensor]:
         require(optimizer, "fp16_groups", "deepspeed"), require(optimizer, "fp32_groups", "deepspeed"), strict=True
     )
     return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
-
-
-def _list_partitions(engine: Engine) -> Iterator[torch.Tensor]:
-    if engine.zero_optimization_stage() == 3:
-        yield from engine.optimizer.fp32_partitioned_groups_flat
-    else:
-        for group in engine.basic_optimizer.param_groups:
-            yield from group["params"]

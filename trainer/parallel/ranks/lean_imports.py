@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -63,21 +62,18 @@ class _Finder(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    checked = AVAILABILITY_CHECKS.get(module.__name__)
-    with _compile_lazily() if checked is None else _patch_availability_check(*checked):
+    if module.__name__ in AVAILABILITY_CHECKS:
+        owner, package = AVAILABILITY_CHECKS[module.__name__]
+        name = f"is_{package}_available"
+        is_installed = getattr(sys.modules[owner], name)
+        check = lambda: package in sys.modules and is_installed()  # noqa: E731
+        patch = patch_attribute(sys.modules[owner], name, check, "transformers")
+    else:
+        import torch
+
+        patch = patch_attribute(torch, "compile", partial(_compile_on_first_call, torch.compile), "torch")
+    with patch:
         execute(module)
-
-
-def _compile_lazily() -> AbstractContextManager[None]:
-    import torch
-
-    return patch_attribute(torch, "compile", partial(_compile_on_first_call, torch.compile), "torch")
-
-
-def _patch_availability_check(module_name: str, package: str) -> AbstractContextManager[None]:
-    module, name = sys.modules[module_name], f"is_{package}_available"
-    is_installed = getattr(module, name)
-    return patch_attribute(module, name, lambda: package in sys.modules and is_installed(), "transformers")
 
 
 @replaces("`torch.compile` while bitsandbytes and DeepSpeed's Muon are imported")

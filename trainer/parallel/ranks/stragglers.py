@@ -14,6 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from trainer.contract.known_versions import patch_objects
 from trainer.contract.rendezvous import get_host_name
 from trainer.parallel.ranks.group import Ranks, gather_objects
 
@@ -41,12 +42,8 @@ class StragglerWatch:
     @contextmanager
     def time_own_work(self, *, on_device: bool = True) -> Iterator[None]:
         """Add the block's duration to this rank's own time; set `on_device` if a GPU does the work."""
-        self._is_own = True
-        try:
-            with self._time_block(1.0, on_device=on_device):
-                yield
-        finally:
-            self._is_own = False
+        with patch_objects((self, "_is_own", True)), self._time_block(1.0, on_device=on_device):
+            yield
 
     @contextmanager
     def exclude_wait(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import sys
-from types import FrameType
 
 from trainer.contract.bytecode import redirect_bytecode
 from trainer.contract.exit_codes import get_signal_exit_code
@@ -22,11 +21,6 @@ if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _exit_immediately(number: int, frame: FrameType | None) -> None:
-    # There is nothing to save yet, and an exception during an import would look like a bug in the imported module.
-    os._exit(get_signal_exit_code(number))
-
-
 LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
@@ -41,7 +35,8 @@ def set_up_process() -> None:
         del sys.path[0]  # the working directory (`torchrun -m`), or the script's folder
     os.environ["PYTHONSAFEPATH"] = "1"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, _exit_immediately)
+        # There is nothing to save yet, and an exception during an import would look like a bug in the imported module.
+        signal.signal(number, lambda received, _: os._exit(get_signal_exit_code(received)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by a launcher until here
     LAUNCHER_WATCH.start()
     redirect_bytecode()

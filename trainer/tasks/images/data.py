@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +40,7 @@ class ImageStats:
     prompt_text: None = None
     skipped: dict[str, int] = field(default_factory=dict)
     """Always empty for images."""
-
-    @property
-    def target_tokens(self) -> int:
-        return 0
+    target_tokens: ClassVar[int] = 0
 
     def format_summary(self) -> list[str]:
         sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.most_common(6))

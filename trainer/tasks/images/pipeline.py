@@ -134,7 +134,6 @@ class Pipeline:
         import transformers
 
         assert self.folder is not None, "a pipeline with random weights has no encoders"
-        silence_libraries()
         with self.convert_read_errors(f"its {name}"):
             model, info = getattr(transformers, self.index[name][1]).from_pretrained(
                 self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True

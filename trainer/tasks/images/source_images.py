@@ -58,7 +58,8 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
         raise UserError(f"{prefix}: is a file; use the folder of the images")
     skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_DATASET_FILES):
-        entries = _list_visible_entries(path)
+        # Notebooks and file managers create hidden entries.
+        entries = [entry for entry in sorted(path.rglob("*")) if "/." not in f"/{entry.relative_to(path)}"]
         images = list(islice(_read_folder(path, entries, prefix, caption), source.max_samples))
         skipped = [f"{prefix}: {message}" for message in _describe_skipped(path, entries)]
     else:
@@ -67,12 +68,6 @@ def read_images(source: SourceSection, label: str, caption: str | None) -> tuple
         details = "".join(f"; {message.partition(': ')[2]}" for message in skipped)
         raise UserError(f"{prefix}: has no images; add files that end in {', '.join(SUFFIXES[:4])}{details}")
     return images, skipped
-
-
-def _list_visible_entries(folder: Path) -> list[Path]:
-    """Return all entries below a folder except hidden ones, which notebooks and file managers create."""
-    entries = sorted(folder.rglob("*"))
-    return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def _describe_skipped(folder: Path, entries: list[Path]) -> Iterator[str]:

@@ -141,42 +141,39 @@ class ImageTask(Task):
 
     @classmethod
     def build_model_card(cls, config: RunConfig, run_dir: Path, records: list[Record], name: str) -> str:
-        return _write_card(config, read_pipeline(config.base_model, config.model), records, name)
-
-
-def _write_card(config: RunConfig, pipeline: Pipeline, records: list[Record], name: str) -> str:
-    base = get_public_name(config.base_model)
-    sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
-    front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
-    front |= {"base_model": base} if is_on_hub(base) else {}
-    front["tags"] = ["lora", "diffusers", "text-to-image", "zerolora"]
-    rows = [
-        ("data", ", ".join(map(get_public_name, sources))),
-        ("resolution", f"{config.image.resolution}, {'buckets' if config.image.buckets else 'squares'}"),
-        ("adapter", f"{config.adapter}, r={config.lora.r}, alpha={config.lora.alpha:g}"),
-        ("steps", f"{max((record['step'] or 0 for record in records), default=0):,.0f}"),
-        ("learning rate", f"{config.training.learning_rate:g}, {config.training.lr_scheduler}"),
-        ("seed", str(config.seed)),
-    ]
-    if len(losses := extract_metric_values(records, "eval/loss")) > 1:
-        rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
-    uploaded = not Path(name).is_absolute()
-    single = resolve_single_file_pipeline(config.base_model, config.model)
-    return render_template(
-        "image_card.md.jinja",
-        front=yaml.safe_dump(front, sort_keys=False),
-        marker=MARKER,
-        title=name.rpartition("/")[2],
-        base=base,
-        prompts=list(config.logging.sample_prompts),
-        family=pipeline.family,
-        single=single,
-        origin=format_python_path(single[0], is_uploaded=uploaded) if single else "",
-        adapter=f'"{name}"' if uploaded else format_python_path(name),
-        base_path=format_python_path(config.base_model, is_uploaded=uploaded),
-        file=DIFFUSERS_FILE,
-        rows=rows,
-    )
+        pipeline = read_pipeline(config.base_model, config.model)
+        base = get_public_name(config.base_model)
+        sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
+        front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
+        front |= {"base_model": base} if is_on_hub(base) else {}
+        front["tags"] = ["lora", "diffusers", "text-to-image", "zerolora"]
+        rows = [
+            ("data", ", ".join(map(get_public_name, sources))),
+            ("resolution", f"{config.image.resolution}, {'buckets' if config.image.buckets else 'squares'}"),
+            ("adapter", f"{config.adapter}, r={config.lora.r}, alpha={config.lora.alpha:g}"),
+            ("steps", f"{max((record['step'] or 0 for record in records), default=0):,.0f}"),
+            ("learning rate", f"{config.training.learning_rate:g}, {config.training.lr_scheduler}"),
+            ("seed", str(config.seed)),
+        ]
+        if len(losses := extract_metric_values(records, "eval/loss")) > 1:
+            rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
+        uploaded = not Path(name).is_absolute()
+        single = resolve_single_file_pipeline(config.base_model, config.model)
+        return render_template(
+            "image_card.md.jinja",
+            front=yaml.safe_dump(front, sort_keys=False),
+            marker=MARKER,
+            title=name.rpartition("/")[2],
+            base=base,
+            prompts=list(config.logging.sample_prompts),
+            family=pipeline.family,
+            single=single,
+            origin=format_python_path(single[0], is_uploaded=uploaded) if single else "",
+            adapter=f'"{name}"' if uploaded else format_python_path(name),
+            base_path=format_python_path(config.base_model, is_uploaded=uploaded),
+            file=DIFFUSERS_FILE,
+            rows=rows,
+        )
 
 
 def build_sampling_pipeline(denoiser: Any, pipeline: Pipeline, device: torch.device) -> Any:

@@ -46,7 +46,10 @@ def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: b
     weights outside blocks. A weight with two names (a tied head) belongs to its first module.
     """
     modules = dict(model.named_modules())
-    excluded = _find_excluded(model, keep_whole, keep_embeddings)
+    whole = [module for path, module in modules.items() if path.endswith(tuple(keep_whole))]
+    if keep_embeddings:
+        whole += filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+    excluded = {id(parameter) for module in whole for parameter in module.parameters()}
     if hasattr(model, "list_shard_blocks"):
         return _plan_blocks(modules, model.list_shard_blocks(), excluded)
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
@@ -76,13 +79,6 @@ def _plan_blocks(modules: dict[str, Any], blocks: Sequence[str], excluded: set[i
     return [unit for unit in units if unit.parameters]
 
 
-def _find_excluded(model: Any, keep_whole: Sequence[str], keep_embeddings: bool) -> set[int]:
-    modules = [module for path, module in model.named_modules() if path.endswith(tuple(keep_whole))]
-    if keep_embeddings:
-        modules += [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
-    return {id(parameter) for module in modules for parameter in module.parameters()}
-
-
 @dataclass(frozen=True)
 class _Step:
     unit: ShardedUnit
@@ -110,8 +106,9 @@ class LayerShards:
         `keep_embeddings` is set, the embedding and the head are not sharded, because they will be resized.
         """
         self.units: list[ShardedUnit] = []
-        self._device = device
-        self._in_host_memory, self._pin_memory = in_host_memory, pin_memory
+        options: dict[str, Any] = {"in_host_memory": in_host_memory, "pin_memory": pin_memory, "group": group}
+        self._build_unit = partial(ShardedUnit, device=device, **options)
+        self._in_host_memory = in_host_memory
         self._keep_whole = tuple(keep_whole)
         self._keep_embeddings = keep_embeddings
         self._group = group
@@ -132,14 +129,7 @@ class LayerShards:
             return
         parameters = [model.get_parameter(name) for name in plan.parameters]
         slots = [slot for parameter in parameters for slot in find_slots(parameter)]
-        unit = ShardedUnit(
-            plan.path,
-            slots,
-            self._device,
-            in_host_memory=self._in_host_memory,
-            pin_memory=self._pin_memory,
-            group=self._group,
-        )
+        unit = self._build_unit(plan.path, slots)
         self.units.append(unit)
         self._modules.add(id(model.get_submodule(plan.path)))
         for parameter in parameters:
@@ -217,13 +207,10 @@ class LayerShards:
             if self._steps[index].has_backward:
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        tensor.register_hook(partial(self._before_backward, index))
+                        # Once this gradient is complete, all later layers are done with their weights.
+                        tensor.register_hook(lambda _: self._enter(index, backward=True))
         elif index == len(self._steps) - 1:
             self._end_pass()
-
-    def _before_backward(self, index: int, _grad: Tensor) -> None:
-        # The gradient of a layer's output is complete: all later layers are done with their weights.
-        self._enter(index, backward=True)
 
     def _enter(self, index: int, *, backward: bool) -> None:
         """Wait for this step's unit, start gathering the next one, and free all others."""
