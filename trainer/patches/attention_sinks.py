@@ -104,7 +104,7 @@ def attend_per_document(
         return run(query, key, value, mask)
     lengths = cu_seqlens.diff().tolist()
     rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([run(*document, None) for document in rows], dim=1)
+    return torch.cat([run(q, k, v, None) for q, k, v in rows], dim=1)
 
 
 def build_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

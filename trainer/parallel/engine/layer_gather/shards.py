@@ -106,8 +106,9 @@ class LayerShards:
         `keep_embeddings` is set, the embedding and the head are not sharded, because they will be resized.
         """
         self.units: list[ShardedUnit] = []
-        options: dict[str, Any] = {"in_host_memory": in_host_memory, "pin_memory": pin_memory, "group": group}
-        self._build_unit = partial(ShardedUnit, device=device, **options)
+        self._build_unit = partial(
+            ShardedUnit, device=device, in_host_memory=in_host_memory, pin_memory=pin_memory, group=group
+        )
         self._in_host_memory = in_host_memory
         self._keep_whole = tuple(keep_whole)
         self._keep_embeddings = keep_embeddings
@@ -129,7 +130,7 @@ class LayerShards:
             return
         parameters = [model.get_parameter(name) for name in plan.parameters]
         slots = [slot for parameter in parameters for slot in find_slots(parameter)]
-        unit = self._build_unit(plan.path, slots)
+        unit = self._build_unit(name=plan.path, slots=slots)
         self.units.append(unit)
         self._modules.add(id(model.get_submodule(plan.path)))
         for parameter in parameters:
