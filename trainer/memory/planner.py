@@ -351,14 +351,11 @@ def _count_reference_rows(config: RunConfig) -> int:
 
 def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Return a copy of the configuration with `section.setting` or top-level settings replaced."""
-    sections: dict[str, dict[str, Any]] = {}
-    top: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {"": {}}
     for dotted, value in changes.items():
         section, _, name = dotted.rpartition(".")
-        if section:
-            sections.setdefault(section, {})[name] = value
-        else:
-            top[name] = value
+        sections.setdefault(section, {})[name] = value
+    top = sections.pop("")
     top |= {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
     return config.model_copy(update=top)
 
