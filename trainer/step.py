@@ -25,9 +25,8 @@ from trainer.patches.loss_head import to_device
 from trainer.scu.controller import ScuController
 from trainer.tasks.task import Batch, BatchSource, StepLoss
 
-RANK_ENCODING_BASE = (
-    2**20
-)  # exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank
+RANK_ENCODING_BASE = 2**20
+"""Exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank."""
 
 
 @dataclass(frozen=True)
