@@ -221,7 +221,7 @@ def describe_live_holder(run_dir: Path) -> str | None:
 class _HolderMonitor:
     def __init__(self) -> None:
         self._seen: tuple[str, int] | None = None
-        self._changes = 0
+        self._has_changed = False
         self._changed_at = 0.0
 
     def is_alive(self, lock: LockRecord) -> bool | None:
@@ -229,12 +229,11 @@ class _HolderMonitor:
             return alive
         now, state = time.monotonic(), (lock.token, lock.beat)
         if state != self._seen:
-            same_lock = self._seen is not None and self._seen[0] == lock.token
-            self._changes = self._changes + 1 if same_lock else 0
+            self._has_changed = self._seen is not None and self._seen[0] == lock.token
             self._seen, self._changed_at = state, now
         if now - self._changed_at > STALE_S:
             return False
-        return True if self._changes else None
+        return True if self._has_changed else None
 
 
 def _should_wait(lock: LockRecord, held: LockRecord, resumes: bool) -> bool:

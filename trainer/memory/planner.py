@@ -249,7 +249,10 @@ class Planner:
         room = self.machine.host_memory
         if room is not None:
             room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
-        reference = _count_reference_rows(config)
+        reference = 0
+        if config.scu.enabled and config.scu.measure == "kl":  # the last micro-step also has reference texts
+            steps = training.gradient_accumulation_steps
+            reference = math.ceil(config.scu.reference_share * training.batch_size * steps)
         return MicroStep(
             rows=training.batch_size + reference,
             reference_rows=reference,
@@ -339,14 +342,6 @@ class Planner:
     @cached_property
     def _element_size(self) -> int:
         return 4 if self.machine.precision == "fp32" else 2
-
-
-def _count_reference_rows(config: RunConfig) -> int:
-    """Return the rows that `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences."""
-    scu, training = config.scu, config.training
-    if not scu.enabled or scu.measure != "kl":
-        return 0
-    return math.ceil(scu.reference_share * training.batch_size * training.gradient_accumulation_steps)
 
 
 def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:

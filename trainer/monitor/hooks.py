@@ -165,6 +165,11 @@ class ExpertLoad(Hook):
         for layer, experts in enumerate(self._experts):
             experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
 
+    @classmethod
+    def for_model(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
+        """Return a hook, or None if the model has no experts or is `compiled` (module hooks would break the graph)."""
+        return cls(model) if find_expert_modules(model) and not compiled else None
+
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Recomputed layers are counted twice, which does not change the fractions.
         if not (experts.training and torch.is_grad_enabled()):

@@ -170,19 +170,16 @@ class Builder:
         )
         if find_choice(model) is not None:
             return [SkippedRecords(count_skipped), *spikes] if ranks.is_main else []
-        hooks: list[Hook] = [FirstGradientCheck(model, finite=not engine.fp16_enabled()), StartReport(log)]
+        hooks: list[Hook | None] = [FirstGradientCheck(model, finite=not engine.fp16_enabled()), StartReport(log)]
         if steps := config.logging.profile_steps:
             first_step = max(1, total_steps - steps + 1)
             hooks.append(StepProfiler(Path(config.output_dir), ranks.rank, first_step, engine, scu_controller))
-        # Module hooks would break the graph of a compiled model.
-        if find_expert_modules(model) and not config.training.torch_compile:
-            hooks.append(ExpertLoad(model))
+        hooks.append(ExpertLoad.for_model(model, compiled=config.training.torch_compile))
         if ranks.is_main:
-            meter = task.build_flops_meter(model)
-            hooks += [SkippedRecords(count_skipped), *([] if meter is None else [meter]), *spikes]
+            hooks += [SkippedRecords(count_skipped), task.build_flops_meter(model), *spikes]
         if task.sample_every:
             hooks.append(SampleHook(sample, task.sample_every, total_steps))
-        return hooks
+        return [hook for hook in hooks if hook is not None]
 
     def _summarize(self, model: Any) -> list[Any]:
         trainable, total = count_parameters(model)

@@ -144,20 +144,22 @@ def _uses_operators(config: RunConfig) -> bool:
 
 def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
-    if not path:
-        return
-    if Path(path).exists() or path.startswith(("/", ".")):
+    if path and (Path(path).exists() or path.startswith(("/", "."))):
         if not (Path(path) / SETTINGS_FILE).exists():
             problem = "is a file" if Path(path).is_file() else f"has no {SETTINGS_FILE}"
             raise UserError(f"lora.adapter_path={path}: {problem}; use the folder of a PEFT adapter")
         if damage := describe_adapter_damage(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {damage}")
-        return
+    elif path:
+        _check_adapter_on_hub(path)
+
+
+def _check_adapter_on_hub(name: str) -> None:
     from peft import PeftConfig
 
-    check_source("lora.adapter_path", path)
-    disable_retries_without_network(path)
+    check_source("lora.adapter_path", name)
+    disable_retries_without_network(name)
     try:
-        PeftConfig.from_pretrained(path)
+        PeftConfig.from_pretrained(name)
     except Exception as error:  # PEFT raises any exception for invalid values
-        raise build_load_error("lora.adapter_path", path, error) from None
+        raise build_load_error("lora.adapter_path", name, error) from None
