@@ -74,7 +74,7 @@ class Evaluation:
 
     def compute_mean_loss(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over `batches` in nats per target token; a collective call."""
-        return evaluate_loss(self._engine, self._loss, batches)[0]
+        return evaluate_loss(self._engine, self._loss, batches)
 
     def sample(self, when: str, step: int, folder: Any) -> None:
         """Generate samples for the sample prompts and store them in the run's `folder`; a collective call."""

@@ -75,7 +75,9 @@ class Loop:
         try:
             with exclude_from_garbage_collection():
                 while self.should_continue:
-                    self._step()
+                    self.begin_step()
+                    step = self.position.step + 1
+                    self.advance(*self._context.recovery.attempt(step, self._saved_step, self._launch))
                     self.after_step()
         except UserError as error:
             self.save_and_raise(error)
@@ -117,10 +119,6 @@ class Loop:
             f"{error}; training stopped after step {self.position.step}, which is saved; resume it with "
             "training.resume_from_checkpoint=latest"
         ) from error
-
-    def _step(self) -> None:
-        self.begin_step()
-        self.advance(*self._context.recovery.attempt(self.position.step + 1, self._saved_step, self._launch))
 
     def begin_step(self) -> None:
         if self._previous is None:
@@ -256,7 +254,7 @@ class Loop:
             values |= metrics_of_hook
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
-        self._reporter.update_progress(step, values)
+        self._reporter.display.update(step, values)
         if is_logged:
             self._reporter.log(step, values)
 

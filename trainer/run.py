@@ -20,6 +20,7 @@ from trainer.data.prepared import PreparedRun, count_skipped_records
 from trainer.evaluation import Evaluation
 from trainer.loop import Loop
 from trainer.monitor.console import Output
+from trainer.parallel.engine.optimizer import build_schedule
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, set_process_group_timeouts
 from trainer.parallel.ranks.progress import phase
@@ -55,7 +56,6 @@ class Run:
     # restore, steer
     batches: BatchSource
     schedule: Any
-    restored_scu: dict[str, Any] | None
     scu_controller: ScuController | None
     # train, save
     position: Position
@@ -84,7 +84,7 @@ class Run:
         self.config, self.notes, self.lock = loaded.config.fit_max_length(prepared.context_length), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.log = Output(console, is_main=ranks.is_main, verbose=verbose)
-        self.restored_scu = self.scu_controller = None
+        self.scu_controller = None
 
     def train(self) -> Position:
         """Join the other ranks, train, and save; a collective call."""
@@ -115,11 +115,16 @@ class Run:
     def begin(self, engine: Engine) -> None:
         """Restore the checkpoint, write the run's record, evaluate, and build the loop."""
         self._engine, model = engine, engine.module
-        position = self.position = self._restore(engine)
+        with phase("restore"):
+            self.batches = self.task.build_batches()
+            self.schedule = build_schedule(engine.basic_optimizer, self.config.training, self.total_steps)
+            restored = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
+        self.position, restored_scu = restored
+        position = self.position
         best, has_held_out = self.config.training.monitored_metric, self.prepared.data.evaluation is not None
         measured = {"has_held_out": has_held_out, "has_scores": self.config.evaluation.has_scores}
         self.evaluation = self.build_evaluation(self.task, engine, self.loss, self.log, best_metric=best, **measured)
-        self.scu_controller = self._build_scu_controller(engine, position)
+        self.scu_controller = self._build_scu_controller(engine, position, restored_scu)
         prompt_text, checkpoint = self.prepared.data.stats.prompt_text, self.checkpoints.checkpoint
         self.folder.open(model, position, self.total_steps, self.device, self.precision, prompt_text, checkpoint)
         self._loss_before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
@@ -174,22 +179,16 @@ class Run:
         self.resident = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return engine
 
-    @phase("restore")
-    def _restore(self, engine: Engine) -> Position:
-        """Create the batches and the schedule, restore them if there is a checkpoint, and return the position."""
-        self.batches = self.task.build_batches()
-        self.schedule = self.builder.build_schedule(engine, self.total_steps)
-        position, self.restored_scu = self.checkpoints.restore(engine, self.total_steps, self.schedule, self.batches)
-        return position
-
     @phase("steer")
-    def _build_scu_controller(self, engine: Engine, position: Position) -> ScuController | None:
+    def _build_scu_controller(
+        self, engine: Engine, position: Position, restored: dict[str, Any] | None
+    ) -> ScuController | None:
         if not self.config.scu.enabled:
             return None
         scu_controller, warnings = build_scu_controller(
             self.config, self.prepared, self.ranks, engine, self.loss,
             flat=self.task.flat_packs, total_steps=self.total_steps, step=position.step,
-            restored=self.restored_scu, run_dir=self.folder.path, log=self.log,
+            restored=restored, run_dir=self.folder.path, log=self.log,
         )  # fmt: skip
         batches, _ = self.batches.build_step_batches(position.epoch, position.offset)
         bits = self.evaluation.compute_mean_loss(batches) / math.log(2)

@@ -25,9 +25,8 @@ from trainer.patches.loss_head import to_device
 from trainer.scu.controller import ScuController
 from trainer.tasks.task import Batch, BatchSource, StepLoss
 
-RANK_ENCODING_BASE = (
-    2**20
-)  # exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank
+RANK_ENCODING_BASE = 2**20
+"""Exceeds any number of ranks, so that one sum encodes the number of ranks and, if it is 1, the rank."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def train_step(
     `before_update` runs between the last backward pass and the optimizer, and can prevent the update by raising.
     """
     engine, ranks, scu_controller, device = context.engine, context.ranks, context.scu_controller, context.engine.device
-    counts = _sum_counts(batches, stop, save, ranks, device)
+    counts = sum_counts([batches], [(stop, save)], ranks, device)[0]
     # Undoes the engine's division by accumulation steps and ranks; a device tensor if there are several ranks.
     scale = (ranks.world_size * len(batches) / (counts[0] + (counts[0] == 0))).float()
     sums = torch.zeros(3, device=device, dtype=torch.float64)
@@ -193,12 +192,15 @@ def _run_micro_step(
         context.engine.backward(total)
 
 
-def _sum_counts(batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """Return target weight, target tokens, tokens, stops and saves: fp64 [5] on the device, summed over ranks."""
-    weight = sum(batch.target_weight for batch in batches)
-    targets = sum(batch.target_count for batch in batches)
-    tokens = sum(batch.tokens for batch in batches)
-    counts = to_device(torch.tensor([weight, targets, tokens, stop, save], dtype=torch.float64), device)
+def sum_counts(
+    batches: Sequence[Sequence[Batch]], requests: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
+) -> torch.Tensor:
+    """Return sums over ranks, fp64 [N, 5], by adapter: target weight, targets, tokens, stop and save requests."""
+    rows = []
+    for micro_batches, requested in zip(batches, requests, strict=True):
+        sizes = [(batch.target_weight, batch.target_count, batch.tokens) for batch in micro_batches]
+        rows.append([*map(sum, zip(*sizes, strict=True)), *requested])
+    counts: torch.Tensor = to_device(torch.tensor(rows, dtype=torch.float64), device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
@@ -220,8 +222,8 @@ def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor
 
 
 @torch.no_grad()
-def evaluate_loss(engine: Engine, loss: StepLoss, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the held-out loss in nats per target token, and the number of target tokens; a collective call."""
+def evaluate_loss(engine: Engine, loss: StepLoss, batches: Iterable[Batch]) -> float:
+    """Return the held-out loss in nats per target token; a collective call."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()
     for batch in batches:
@@ -229,4 +231,4 @@ def evaluate_loss(engine: Engine, loss: StepLoss, batches: Iterable[Batch]) -> t
         sums[1] += batch.target_count
     engine.train()
     loss_sum, target_tokens = sum_over_ranks(sums).tolist()
-    return loss_sum / max(target_tokens, 1.0), int(target_tokens)
+    return loss_sum / max(target_tokens, 1.0)

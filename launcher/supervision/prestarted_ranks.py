@@ -120,8 +120,8 @@ class PrestartedRanks:
         self._channels = []
 
     def _report_failure(self) -> int:
-        ended = {rank: status for rank, process in enumerate(self.processes) if (status := process.poll()) is not None}
-        rank, status = next(iter(ended.items()))
+        statuses = enumerate(process.poll() for process in self.processes)
+        rank, status = next((rank, status) for rank, status in statuses if status is not None)
         code = to_exit_code(status)
         if code in _SIGNALS_BY_CODE:
             return _report_stop(_SIGNALS_BY_CODE[code])

@@ -146,10 +146,8 @@ class RestartLoop:
         if self._restarts == self._max_restarts:
             log(f"not restarted: training.max_restarts={self._max_restarts} has been reached")
             return False
-        return result.has_completed_step or self._try_exclude(result)
-
-    def _try_exclude(self, result: AttemptResult) -> bool:
-        """Exclude the failed host or GPU, if an earlier attempt completed a step; return whether it was excluded."""
+        if result.has_completed_step:
+            return True
         excluded = self._exclude(result) if self._exclude is not None and self._has_trained else None
         if excluded is None:
             log("not restarted: no step has completed since the ranks were started")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from trainer.contract.exit_codes import EXIT_FAILED, FORWARDED_SIGNALS, to_exit_code
+from trainer.contract.exit_codes import FORWARDED_SIGNALS, to_exit_code
 from trainer.contract.launcher_process import LauncherWatch, kill_children_and_exit
 
 POLL_S = 0.1
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         try:
             child.wait(TIMEOUT_S)
         finally:
-            kill_children_and_exit(EXIT_FAILED)
+            kill_children_and_exit()
     return to_exit_code(child.returncode)
 
 

@@ -123,12 +123,9 @@ class Supervisor:
         """One per rank; with `remote`, only the launcher."""
         self.exits: dict[int, RankExit] = {}
         self.stop = StopSignals()
+        self.signals = self.stop.received
         self.failure: FailureSummary | None = None
         self.observer = Observer(logs, command.ranks, remote, hang_timeout_minutes * 60.0)
-
-    @property
-    def signals(self) -> list[int]:
-        return self.stop.received
 
     def run(self) -> int:
         """Run the ranks until they end; return 0, 1 (failed), 2 (usage), 75 (preempted), 77 (restart) or 128 + N."""
@@ -306,11 +303,8 @@ class Supervisor:
         return 128 - status if status < 0 else EXIT_FAILED
 
     def _has_launcher_failed(self) -> bool:
-        if (
-            self.remote is None
-            or self.state is RunState.FAILING
-            or self.abort in (AbortReason.OUTLIVED, AbortReason.UNREACHABLE)
-        ):
+        has_aborted = self.abort in (AbortReason.OUTLIVED, AbortReason.UNREACHABLE)
+        if self.remote is None or self.state is RunState.FAILING or has_aborted:
             return False
         return self.remote.is_launcher_failure(self.processes[0].wait(), self.observer.log.read())
 

@@ -62,13 +62,10 @@ class ConsoleFile:
             file.seek(self._shown)
             while chunk := file.read(65536):
                 self._shown += len(chunk)
-                self._show(chunk)
-
-    def _show(self, chunk: bytes) -> None:
-        if not _write_to_stdout(chunk) and not self._is_stdout_lost:
-            self._is_stdout_lost = True
-            with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
-                log.write("cannot write to standard output any more; training continues without it\n")
+                if not _write_to_stdout(chunk) and not self._is_stdout_lost:
+                    self._is_stdout_lost = True
+                    with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
+                        log.write("cannot write to standard output any more; training continues without it\n")
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()

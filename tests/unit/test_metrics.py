@@ -127,7 +127,7 @@ def last_frame(shown: StringIO) -> str:
 )
 def test_the_bar_fits_the_terminal(tmp_path: Path, width: int, values: dict[str, float], expected: list[str]) -> None:
     writer, shown = metrics(tmp_path, total=5000, width=width)
-    writer.update_progress(1000, values)
+    writer.display.update(1000, values)
     writer.close()
     line = last_frame(shown)
     assert len(line.rstrip()) <= width
@@ -149,7 +149,7 @@ def test_lines_are_aligned_where_there_is_no_terminal(tmp_path: Path) -> None:
     writer, shown = metrics(tmp_path, total=1000)
     for step, scale in ((5, 1.0), (50, 4.0), (1000, 0.25)):
         values = {name: value * scale for name, value in STEP.items()} | {"train/epoch": step / 500}
-        writer.update_progress(step, values)
+        writer.display.update(step, values)
         writer.log(step, values)
     writer.log(1000, {"eval/loss": 2.0, "eval/bpt": 2.8854, "eval/perplexity": 7.389})
     writer.close()
@@ -163,7 +163,7 @@ def test_lines_are_aligned_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 def test_off_shows_nothing(tmp_path: Path) -> None:
     writer, shown = metrics(tmp_path, width=80, progress="off")
-    writer.update_progress(1, STEP)
+    writer.display.update(1, STEP)
     writer.log(1, STEP | {"eval/loss": 2.0})
     writer.close()
     assert shown.getvalue() == ""
@@ -175,7 +175,7 @@ def test_time_left_follows_the_speed_of_this_process(tmp_path: Path, monkeypatch
     writer, shown = metrics(tmp_path, first=100, total=2000)
     for step in range(101, 201):
         clock[0] += 2.0
-        writer.update_progress(step, STEP)
+        writer.display.update(step, STEP)
     writer.log(200, STEP)
     writer.close()
     # 1800 steps of 2 s: the 100 steps before the resume took no time here and must not count.
@@ -184,7 +184,7 @@ def test_time_left_follows_the_speed_of_this_process(tmp_path: Path, monkeypatch
 
 def test_close_may_be_called_twice(tmp_path: Path) -> None:
     writer, shown = metrics(tmp_path, width=80, report_to=("tensorboard",))
-    writer.update_progress(1, STEP)
+    writer.display.update(1, STEP)
     writer.close()
     before = shown.getvalue()
     writer.close()

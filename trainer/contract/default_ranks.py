@@ -11,13 +11,13 @@ from trainer.config.errors import UserError
 CPU_RANKS = 2
 
 
-def choose_default_ranks(env: Mapping[str, str] = os.environ) -> int:
+def choose_default_ranks() -> int:
     """Return the default number of ranks, from the SLURM job or, outside a job, from this machine's GPUs.
 
     Raises UserError if CUDA_VISIBLE_DEVICES names GPUs that do not exist.
     """
-    if is_in_allocation(env):
-        return int(env.get("SLURM_JOB_NUM_NODES") or 1) * (read_ranks_per_node(env) or 1)
+    if is_in_allocation(os.environ):
+        return int(os.environ.get("SLURM_JOB_NUM_NODES") or 1) * (read_ranks_per_node(os.environ) or 1)
     return len(list_visible_gpus()) or CPU_RANKS
 
 

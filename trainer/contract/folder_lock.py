@@ -84,17 +84,16 @@ class LockRecord:
         states = [holder.process.is_alive() for holder in self.holders]
         return True if any(states) else None if not states or None in states else False
 
-    def is_predecessor_of(self, other: "LockRecord") -> bool:
-        """Return whether this lock belongs to an earlier attempt of the same job, terminated by the scheduler."""
-        return bool(self.job) and self.job == other.job and self.restarts < other.restarts
-
 
 class FolderLock:
     """The lock of a run's folder, held by this process until `release` or the end of the `with` block."""
 
     def __init__(self, run_dir: Path, lock: LockRecord, *, owns: bool) -> None:
         self._run_dir, self._path, self._lock, self._owns = run_dir, get_lock_path(run_dir), lock, owns
-        self._is_lost = False
+        self.token = lock.token
+        """Token with which rank 0 joins the lock."""
+        self.is_held = True
+        """Whether this run still held the lock at the last check."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
         self._thread.start()
@@ -143,16 +142,6 @@ class FolderLock:
         write_json(get_lock_path(run_dir), asdict(lock))
         return cls(run_dir, lock, owns=False)
 
-    @property
-    def token(self) -> str:
-        """Token with which rank 0 joins the lock."""
-        return self._lock.token
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this run still held the lock at the last check."""
-        return not self._is_lost
-
     def check(self) -> None:
         """Raise FolderLostError if another run has taken over the folder; call this before writing to the folder."""
         if not self._ensure_held():
@@ -170,19 +159,19 @@ class FolderLock:
 
     def _ensure_held(self) -> bool:
         deadline = time.monotonic() + MAX_DELAY_S
-        while not self._is_lost:
+        while self.is_held:
             held = _read_lock(self._path)
             if held is None:
                 # The folder was emptied. Lock it again, unless another run has done so.
                 if self._ended.is_set() or _create_lock_file(self._path, self._lock):
                     return True
             elif held.token or time.monotonic() > deadline:
-                self._is_lost = held.token != self.token
+                self.is_held = held.token == self.token
                 break
             else:
                 # The file is incomplete: another thread, another holder or another run is writing it.
                 time.sleep(0.01)
-        return not self._is_lost
+        return self.is_held
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_INTERVAL_S):
@@ -232,7 +221,7 @@ def describe_live_holder(run_dir: Path) -> str | None:
 class _HolderMonitor:
     def __init__(self) -> None:
         self._seen: tuple[str, int] | None = None
-        self._changes = 0
+        self._has_changed = False
         self._changed_at = 0.0
 
     def is_alive(self, lock: LockRecord) -> bool | None:
@@ -240,17 +229,18 @@ class _HolderMonitor:
             return alive
         now, state = time.monotonic(), (lock.token, lock.beat)
         if state != self._seen:
-            same_lock = self._seen is not None and self._seen[0] == lock.token
-            self._changes = self._changes + 1 if same_lock else 0
+            self._has_changed = self._seen is not None and self._seen[0] == lock.token
             self._seen, self._changed_at = state, now
         if now - self._changed_at > STALE_S:
             return False
-        return True if self._changes else None
+        return True if self._has_changed else None
 
 
 def _should_wait(lock: LockRecord, held: LockRecord, resumes: bool) -> bool:
     under_scheduler = any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
-    return held.is_predecessor_of(lock) or (resumes and under_scheduler)
+    # An earlier attempt of the same job, terminated by the scheduler.
+    is_predecessor = bool(held.job) and held.job == lock.job and held.restarts < lock.restarts
+    return is_predecessor or (resumes and under_scheduler)
 
 
 def _build_locked_error(run_dir: Path, lock: LockRecord) -> UserError:

@@ -155,15 +155,15 @@ class LauncherWatch:
         while (loss := self.describe_lost_launcher()) is None:
             time.sleep(CHECK_EVERY_S)
         os.write(2, f"process {os.getpid()}: {loss}; exiting without a checkpoint\n".encode())
-        kill_children_and_exit(EXIT_FAILED)
+        kill_children_and_exit()
 
 
-def kill_children_and_exit(exit_code: int) -> None:
-    """Kill all child processes and exit immediately, without waiting for the main thread."""
+def kill_children_and_exit() -> None:
+    """Kill all child processes and exit with EXIT_FAILED immediately, without waiting for the main thread."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    os._exit(exit_code)
+    os._exit(EXIT_FAILED)
 
 
 def _is_closed(descriptor: int) -> bool:

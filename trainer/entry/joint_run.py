@@ -39,12 +39,12 @@ from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, sum_over_ranks
 from trainer.parallel.ranks.progress import phase
 from trainer.parallel.ranks.signals import StopRequest
-from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.patches.loss_head import TokenLoss
 from trainer.run import Run
 from trainer.setup.build import Builder
 from trainer.setup.joining import build_task, join_ranks
 from trainer.setup.kinds import find_model_kind
-from trainer.step import RANK_ENCODING_BASE, StepInFlight
+from trainer.step import RANK_ENCODING_BASE, StepInFlight, sum_counts
 from trainer.tasks.preference import PreferenceLoss
 
 SHARED_SETTINGS = ("gradient_checkpointing", "gradient_checkpointing_layers", "tiled_mlp")
@@ -263,7 +263,7 @@ class JointRun:
         entries = list(self.config.adapters) if ranks.is_main else []
         self._should_stop = bool(self._stop) or apply_recorded_changes(self._folder, entries) != entries
         requests = [[self._should_stop, member.run.loop.wants_save()] for member in active]
-        counts = _sum_counts(batches, requests, ranks, device)
+        counts = sum_counts(batches, requests, ranks, device)
         micro_steps = len(batches[0])
         scales = (ranks.world_size * micro_steps / (counts[:, 0] + (counts[:, 0] == 0))).float()
         sums = torch.zeros(len(active), 3, device=device, dtype=torch.float64)
@@ -364,18 +364,6 @@ class JointRun:
             raise FloatingPointError(
                 f"{len(failed)} of {len(self._members)} adapters failed: {', '.join(failed)}; the others completed"
             )
-
-
-def _sum_counts(
-    batches: Sequence[Sequence[MicroBatch]], requests: Sequence[Sequence[bool]], ranks: Ranks, device: torch.device
-) -> torch.Tensor:
-    """Return [N, 5] sums over ranks, by adapter: target weight, targets, tokens, stop requests, save requests."""
-    rows = []
-    for micro_batches, requested in zip(batches, requests, strict=True):
-        sizes = [(batch.target_weight, batch.target_count, batch.tokens) for batch in micro_batches]
-        rows.append([*map(sum, zip(*sizes, strict=True)), *requested])
-    counts: torch.Tensor = to_device(torch.tensor(rows, dtype=torch.float64), device)
-    return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
 def _compute_max_length(prepared: PreparedRun) -> int:

@@ -58,15 +58,12 @@ def _check_run(path: str, overrides: list[str], world_size: int) -> tuple[int, P
     with _exit_on_signals(), _silence_libraries(), phase("checks"):
         try:
             prepared, _ = prepare_to_resume(load_config(path, overrides).config, world_size, show)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code, None
-        except OSError as error:
-            mistake = convert_path_error(error)
+        except (UserError, OSError) as error:
+            mistake = error if isinstance(error, UserError) else convert_path_error(error)
             if mistake is None:
                 raise
             print(f"error: {mistake}", file=sys.stderr)
-            return UserError.exit_code, None
+            return mistake.exit_code, None
     return 0, prepared
 
 

@@ -146,20 +146,16 @@ def optimizer_state_bytes(shapes: ModelShapes, placement: Placement) -> int:
     """Return the bytes of master weights (4 each) and moments, partitioned at stage 1 or higher.
 
     fp32 training at stage 0 has no master weights. With offloading, the GPU only has a gradient buffer for the largest
-    tensor.
+    tensor; LoRA factors in one buffer count as one tensor.
     """
     if placement.zero.offload_optimizer:
-        return largest_trained_numel(shapes, placement) * placement.element_size
+        factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
+        others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
+        largest = max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
+        return largest * placement.element_size
     has_master = placement.has_master_weights or placement.zero.stage >= 1
     per_element = moment_bytes_per_element(shapes, placement) + (FP32_BYTES if has_master else 0)
     return shard_size(int(shapes.trained_numel * per_element), placement, 1)
-
-
-def largest_trained_numel(shapes: ModelShapes, placement: Placement) -> int:
-    """Return the number of elements in the largest trained tensor; LoRA factors in one buffer count as one tensor."""
-    factors = [weight.elements for weight in shapes.weights if weight.trained and weight.factor]
-    others = [weight.elements for weight in shapes.weights if weight.trained and not weight.factor]
-    return max(sum(factors) if placement.flat else max(factors, default=0), *others, 0)
 
 
 def bucket_bytes(shapes: ModelShapes, placement: Placement) -> int:

@@ -249,7 +249,10 @@ class Planner:
         room = self.machine.host_memory
         if room is not None:
             room = max(0, room - offloaded_bytes(self.shapes, self._build_placement(config, decided)))
-        reference = _count_reference_rows(config)
+        reference = 0
+        if config.scu.enabled and config.scu.measure == "kl":  # the last micro-step also has reference texts
+            steps = training.gradient_accumulation_steps
+            reference = math.ceil(config.scu.reference_share * training.batch_size * steps)
         return MicroStep(
             rows=training.batch_size + reference,
             reference_rows=reference,
@@ -341,24 +344,13 @@ class Planner:
         return 4 if self.machine.precision == "fp32" else 2
 
 
-def _count_reference_rows(config: RunConfig) -> int:
-    """Return the rows that `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences."""
-    scu, training = config.scu, config.training
-    if not scu.enabled or scu.measure != "kl":
-        return 0
-    return math.ceil(scu.reference_share * training.batch_size * training.gradient_accumulation_steps)
-
-
 def apply_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Return a copy of the configuration with `section.setting` or top-level settings replaced."""
-    sections: dict[str, dict[str, Any]] = {}
-    top: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {"": {}}
     for dotted, value in changes.items():
         section, _, name = dotted.rpartition(".")
-        if section:
-            sections.setdefault(section, {})[name] = value
-        else:
-            top[name] = value
+        sections.setdefault(section, {})[name] = value
+    top = sections.pop("")
     top |= {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
     return config.model_copy(update=top)
 

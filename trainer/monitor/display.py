@@ -19,7 +19,7 @@ LINES_WITH_BAR = 20
 _FORMATS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree
 ZERO_LEARNING_RATE = "0.00e+00"
 """A learning rate of 0, with which a warm-up begins."""
-BAR_FORMATS, LINE_FORMATS = _FORMATS["bar"], _FORMATS["line"]
+BAR_FORMATS, LINE_FORMATS, EVALUATION_FORMATS = (_FORMATS[name] for name in ("bar", "line", "evaluation"))
 
 
 class Display:
@@ -42,7 +42,8 @@ class Display:
             return
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         if "eval/loss" in values:
-            self._print(f"{head}  held-out {format_evaluation(values)}")
+            parts = [text.format(values[name]) for name, text in EVALUATION_FORMATS.items() if name in values]
+            self._print(f"{head}  held-out {'  '.join(parts)}")
             return
         is_printed = step in (1, self._total) or step % max(1, math.ceil(self._total / LINES_WITH_BAR)) == 0
         if "train/loss" in values and (self._mode == "lines" or is_printed):
@@ -52,6 +53,7 @@ class Display:
             self._print(line.replace(ZERO_LEARNING_RATE, f"{'0 warmup':>{len(ZERO_LEARNING_RATE)}}"))
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Update the progress bar; cheap enough for every step. Any metric may be missing from `values`."""
         self._record_time(step)
         if self._mode != "bar" or (time.monotonic() - self._refreshed < REFRESH_S and step < self._total):
             return
@@ -126,13 +128,3 @@ def format_step(values: Mapping[str, float], *, detailed: bool) -> list[str]:
     if "scu/lambda" in values:
         parts.append(f"λ {values['scu/lambda']:.3g}")
     return parts
-
-
-def format_evaluation(values: Mapping[str, float]) -> str:
-    """Format a held-out evaluation: loss in nats per token, bits per token and perplexity."""
-    parts = [f"loss {values['eval/loss']:7.4f}"]
-    if "eval/bpt" in values:
-        parts.append(f"{values['eval/bpt']:.4f} bits/token")
-    if "eval/perplexity" in values:
-        parts.append(f"perplexity {values['eval/perplexity']:.2f}")
-    return "  ".join(parts)

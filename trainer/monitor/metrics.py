@@ -89,7 +89,7 @@ class Metrics:
         self._path.touch()
         self._unwritten = b""
         self._trackers = Trackers(logging, run_dir, settings or {}, console.print, first_step)
-        self._display = Display(console, logging.progress, total_steps=total_steps)
+        self.display = Display(console, logging.progress, total_steps=total_steps)
         self._gpu: dict[str, float] = {}
         self._gpu_read = -math.inf
 
@@ -110,7 +110,7 @@ class Metrics:
         elif had_unwritten and not problem:
             self._console.print(f"metrics are being written again; {METRICS_FILE} is complete", soft_wrap=True)
         self._trackers.log(step, numbers)
-        self._display.print_line(step, numbers)
+        self.display.print_line(step, numbers)
 
     def _write(self) -> str | None:
         """Append all unwritten records, or none if the disk is full; return the error, or None."""
@@ -129,13 +129,9 @@ class Metrics:
     def log_image(self, step: int, name: str, image: Any) -> None:
         self._trackers.log_image(step, f"samples/{name}", image)
 
-    def update_progress(self, step: int, values: Mapping[str, float]) -> None:
-        """Update the progress bar; cheap enough for every step. Any metric may be missing from `values`."""
-        self._display.update(step, values)
-
     def close(self) -> None:
         """Stop the bar, write the remaining records and close all trackers; may be called twice."""
-        self._display.stop()
+        self.display.stop()
         if self._unwritten and (problem := self._write()):
             warn(self._console, f"the last metrics of this run were not written: {problem}")
             self._unwritten = b""

@@ -33,14 +33,6 @@ class StepProfiler(Hook):
         self._profile: Any = None
         self._range = ExitStack()
 
-    @classmethod
-    def for_run(
-        cls, steps: int, run_dir: Path, rank: int, total_steps: int, engine: object, scu_controller: object | None
-    ) -> "StepProfiler | None":
-        """Return a profiler for the last `steps` steps of a run, or None if `steps` is 0."""
-        first_step = max(1, total_steps - steps + 1)
-        return cls(run_dir, rank, first_step, engine, scu_controller) if steps else None
-
     def before_step(self, step: int) -> None:
         if step < self._first_step:
             return

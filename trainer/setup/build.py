@@ -43,7 +43,7 @@ from trainer.parallel.engine.deepspeed_engine import (
 )
 from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.parallel.engine.layer_gather.shards import LayerShards
-from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
+from trainer.parallel.engine.optimizer import build_optimizer
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks, create_shard_group, gather_objects, list_shard_groups, set_seed
 from trainer.parallel.ranks.progress import phase
@@ -138,9 +138,6 @@ class Builder:
             self._task.check_trainable(engine, loss, varlen=decisions.attention.value == VARLEN)
         return engine, loss
 
-    def build_schedule(self, engine: Engine, total_steps: int) -> Any:
-        return build_schedule(engine.basic_optimizer, self._config.training, total_steps)
-
     def build_training_loss_and_watch(
         self, loss: StepLoss, engine: Engine, log: Callable[[str], None]
     ) -> tuple[StepLoss, StragglerWatch | None]:
@@ -151,14 +148,12 @@ class Builder:
         """
         if find_choice(engine.module) is not None:
             return loss, None
-        return self._add_cuda_graphs(loss, engine.module, log), watch_stragglers(engine, self._ranks, log)
-
-    def _add_cuda_graphs(self, loss: StepLoss, model: Any, log: Callable[[str], None]) -> StepLoss:
-        mode, is_allowed = self._config.training.cuda_graphs, self._decisions.cuda_graphs.value is not False
-        if mode == "off" or not is_allowed or not isinstance(loss, TokenLoss):
-            return loss
-        has_experts = bool(find_expert_modules(model)) and not self._config.training.torch_compile
-        return GraphedLoss.create(loss, model, mode, log, has_experts=has_experts) or loss
+        training, model = self._config.training, engine.module
+        mode, is_allowed = training.cuda_graphs, self._decisions.cuda_graphs.value is not False
+        if mode != "off" and is_allowed and isinstance(loss, TokenLoss):
+            has_experts = bool(find_expert_modules(model)) and not training.torch_compile
+            loss = GraphedLoss.create(loss, model, mode, log, has_experts=has_experts) or loss
+        return loss, watch_stragglers(engine, self._ranks, log)
 
     def build_hooks(
         self, engine: Engine, scu_controller: object | None, history: History, total_steps: int,
@@ -175,13 +170,11 @@ class Builder:
         )
         if find_choice(model) is not None:
             return [SkippedRecords(count_skipped), *spikes] if ranks.is_main else []
-        profiler = config.logging.profile_steps, Path(config.output_dir), ranks.rank, total_steps
-        hooks: list[Hook | None] = [
-            FirstGradientCheck(model, finite=not engine.fp16_enabled()),
-            StartReport(log),
-            StepProfiler.for_run(*profiler, engine, scu_controller),
-            ExpertLoad.for_model(model, compiled=config.training.torch_compile),
-        ]
+        hooks: list[Hook | None] = [FirstGradientCheck(model, finite=not engine.fp16_enabled()), StartReport(log)]
+        if steps := config.logging.profile_steps:
+            first_step = max(1, total_steps - steps + 1)
+            hooks.append(StepProfiler(Path(config.output_dir), ranks.rank, first_step, engine, scu_controller))
+        hooks.append(ExpertLoad.for_model(model, compiled=config.training.torch_compile))
         if ranks.is_main:
             hooks += [SkippedRecords(count_skipped), task.build_flops_meter(model), *spikes]
         if task.sample_every:

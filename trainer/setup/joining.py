@@ -61,19 +61,15 @@ def build_task(
     """Build the task and print its number of steps; return both. `resolved` is the configuration without `auto`."""
     task = find_model_kind(config).find_task_class(config)(resolved, prepared, ranks, ranks.device(), precision, log)
     samples, data_ranks = count_samples(prepared), config.count_data_ranks(ranks.world_size)
-    _print_steps(config, resolved, samples, data_ranks, log)
+    if (size := config.parallel.sequence) > 1:
+        log.print_always(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
+    warnings = list_step_warnings(resolved, samples, data_ranks, config)
+    log.print_always(f"steps: {describe_steps(resolved.training, samples, data_ranks)}")
+    for warning in warnings:
+        log(f"[yellow]warning:[/yellow] {escape(warning)}")
     total_steps = count_steps(resolved.training, samples, data_ranks)
     assert total_steps is not None  # a stream without max_steps was rejected
     return task, total_steps
-
-
-def _print_steps(original: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, log: Output) -> None:
-    if (size := original.parallel.sequence) > 1:
-        log.print_always(f"sequences: each is split over {size} ranks, which count as one below (parallel.sequence)")
-    warnings = list_step_warnings(resolved, samples, ranks, original)
-    log.print_always(f"steps: {describe_steps(resolved.training, samples, ranks)}")
-    for warning in warnings:
-        log(f"[yellow]warning:[/yellow] {escape(warning)}")
 
 
 def set_up_torch(training: TrainingSection, device: torch.device) -> None:

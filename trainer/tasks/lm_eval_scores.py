@@ -97,7 +97,6 @@ class TaskEvaluator:
     """Computes a model's scores as `lm_eval run --model hf` does."""
 
     def __init__(self, settings: EvaluationSection, tokenizer: Any, batch_size: int, ranks: Ranks) -> None:
-        """Load the tasks. Raises UserError if a task cannot be loaded."""
         self._loaded = load_tasks(settings.tasks)
         self._settings, self._batch_size, self._ranks = settings, batch_size, ranks
         self._tokenizer = copy.deepcopy(tokenizer)  # lm-eval changes its padding

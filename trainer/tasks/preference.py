@@ -6,7 +6,7 @@ once before training (`preference.reference`), but no extra memory.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -62,10 +62,9 @@ class PairSums:
     def add(self, sums: torch.Tensor, *, training: bool) -> None:
         self._sums[training] = self._sums.get(training, 0.0) + sums
 
-    def add_pairs(self, values: Iterable[torch.Tensor], *, training: bool) -> None:
-        values = tuple(values)
+    def add_pairs(self, values: Sequence[torch.Tensor]) -> None:
         sums = [value.detach().double().sum() for value in (*values, torch.ones_like(values[0]))]
-        self.add(torch.stack(sums), training=training)
+        self.add(torch.stack(sums), training=torch.is_grad_enabled())
 
     def pop(self, *, training: bool) -> list[float]:
         """Return and reset the sums over all ranks; empty if nothing was added. This is a collective call."""
@@ -157,12 +156,12 @@ class PreferenceLoss(TokenLoss):
         counted = is_answer[_slice_local_targets(batch, measures[LOSS])].nonzero().squeeze(1)
         measures = measures.index_select(1, to_device(counted, measures.device))
         values = (measures[ENTROPY], measures[DIVERGENCE] / math.log(2))[: 1 + with_reference]
-        self._tokens.add_pairs(values, training=torch.is_grad_enabled())
+        self._tokens.add_pairs(values)
 
     def _compute_losses(self, scores: PairScores, batch: PairBatch) -> torch.Tensor:
         chosen, rejected = (self._settings.beta * ratio for ratio in scores.log_ratios)
         values = (chosen, rejected, chosen - rejected, chosen > rejected, scores.chosen, scores.rejected)
-        self._sums.add_pairs(values, training=torch.is_grad_enabled())
+        self._sums.add_pairs(values)
         return compute_pair_losses(scores, self._settings)
 
     def score_reference(self, model: Any, batch: PairBatch, device: torch.device) -> torch.Tensor:
@@ -183,8 +182,11 @@ class PreferenceLoss(TokenLoss):
         setting `length_weight`.
         """
         excess_weight = self._settings.length_weight if excess_weight is None else excess_weight
-        weights = _weigh_tokens(batch.document_targets, excess_weight)[_slice_local_targets(batch, losses)]
-        return _sum_documents(-losses * to_device(weights, losses.device), batch).view(-1, 2)
+        counts, local = batch.document_targets, _slice_local_targets(batch, losses)
+        weights = to_device(_weigh_tokens(counts, excess_weight)[local], losses.device)
+        documents = to_device(torch.repeat_interleave(counts)[local], losses.device)
+        sums = losses.new_zeros(len(counts)).index_add(0, documents, -losses * weights)
+        return (sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)).view(-1, 2)
 
     def pop_metrics(self, *, training: bool = True) -> dict[str, float]:
         """Return the metrics averaged over pairs or tokens since the last call; a collective call."""
@@ -254,13 +256,6 @@ class KtoLoss(PreferenceLoss):
 
 def _slice_local_targets(batch: PairBatch, values: torch.Tensor) -> slice:
     return slice(batch.targets_before, batch.targets_before + len(values))
-
-
-def _sum_documents(values: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Sum `values` [K], one for each of this rank's K targets, by document [D]."""
-    documents = torch.repeat_interleave(batch.document_targets)[_slice_local_targets(batch, values)]
-    sums = values.new_zeros(len(batch.document_targets)).index_add(0, to_device(documents, values.device), values)
-    return sums if batch.sequence is None else sum_over_parts(sums, batch.sequence)
 
 
 def _read_labels(batch: PairBatch) -> torch.Tensor:

@@ -35,7 +35,7 @@ class RewardLoss(TokenLoss):
         scores = self.score_answers(model, batch, device)
         chosen, rejected = scores.unbind(1)
         values = (chosen, rejected, chosen - rejected, chosen > rejected)
-        self._sums.add_pairs(values, training=torch.is_grad_enabled())
+        self._sums.add_pairs(values)
         return self.compute_pair_losses(scores, batch.margins).sum()
 
     def measure_pairs(self, model: Any, batch: PairBatch, device: torch.device) -> Tensor:

@@ -87,7 +87,6 @@ class Task(Protocol):
 
     def check_trainable(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
         """Check the running model before the first step. Raises UserError if it cannot be trained as configured."""
-        return None
 
     def check_base(self) -> None:
         """Raise UserError if a stored weight of the base model is not finite; called after a non-finite loss."""

@@ -42,9 +42,9 @@ class Family:
     def is_flow_matching(self) -> bool:
         return self.scheduler == "FlowMatchEulerDiscreteScheduler"
 
-    def build_pipeline_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
+    def build_pipeline_arguments(self, conditions: Conditions, negative: Conditions) -> Conditions:
         arguments = {PIPELINE_ARGUMENTS[name]: value for name, value in conditions.items()}
-        if negative is not None and self.uses_negative_prompt:
+        if self.uses_negative_prompt:
             arguments |= {f"negative_{PIPELINE_ARGUMENTS[name]}": value for name, value in negative.items()}
         return arguments
 

@@ -209,7 +209,6 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
 
 
 def _check_components(folder: Path, components: dict[str, Any], family: Family, prefix: str) -> None:
-    """Raise UserError if a component listed in the index is missing."""
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
     for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):
         part = components.get(name)

@@ -98,7 +98,6 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
 
 
 def _read_caption(file: Path, default: str | None) -> str | None:
-    """Return the caption in an image's text file, or `default` if there is none. Raises UserError if unreadable."""
     try:
         return " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:

@@ -118,7 +118,7 @@ class ImageTask(Task):
             # The empty prompt is for classifier-free guidance.
             encoded = [store.load_conditions(store.captions.index(caption)) for caption in (prompt, "")]
             conditions, empty = (_add_batch_dimension(each, self._device, model.dtype) for each in encoded)
-            arguments: dict[str, Any] = dict(pipeline.family.build_pipeline_arguments(conditions, negative=empty))
+            arguments: dict[str, Any] = dict(pipeline.family.build_pipeline_arguments(conditions, empty))
             if image.sample_guidance != "auto":
                 arguments["guidance_scale"] = image.sample_guidance
             latents = sampler(
