@@ -259,8 +259,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse_arguments(argv)
     silence_libraries()
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
-    if arguments.file is not None and not listed:
-        raise UserError(f"--prompts={arguments.file}: contains no prompt; write one per line")
     model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, with_base=arguments.base)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []

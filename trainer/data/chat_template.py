@@ -12,18 +12,18 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import UserError
-from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.markers import TURN_KEY, ChatSpans, has_generation_blocks, mark_message, mark_template, parse_markers
 
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
+TOKENIZER_TEMPLATE = "the tokenizer's chat template"
 MAX_RENDER_SECONDS = 3
 MAX_RENDER_BYTES = 1 << 30
 _QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
@@ -61,10 +61,16 @@ def _limit_rendering() -> Iterator[None]:
 class ChatTemplate:
     """Renders conversations with one template, and finds the tokens that begin and end answers.
 
-    Raises UserError if the template does not compile, or cannot render a question and an answer.
+    Raises UserError, prefixed with `name`, if the template does not compile, or cannot render a question and an answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: str,
+        variables: Mapping[str, Any],
+        name: str = TOKENIZER_TEMPLATE,
+    ) -> None:
         self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)
         self._prompts: dict[tuple[str, bool, str | None], str | None] = {}
         self._list_content_roles: frozenset[str] = frozenset()
@@ -81,8 +87,8 @@ class ChatTemplate:
             self._detect_list_content_roles()
             self._detect_call_format()
         except (TemplateError, RenderError) as error:
-            problem = f"chat template {to_text(source)}: cannot be rendered ({error})"
-            raise UserError(f"{problem}; fix the template, or set another one in dataset.chat_template") from None
+            fix = "fix the template, or set another one in dataset.chat_template"
+            raise UserError(f"{name}: cannot be rendered ({error}); {fix}") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **extra_variables: Any) -> str:
         """Render messages as text, ignoring their turn numbers.
@@ -118,7 +124,8 @@ class ChatTemplate:
             with _limit_rendering():
                 return str(render_jinja_template([adapted], chat_template=source, **variables)[0][0])
         except Exception as error:  # a template is user code and may raise anything
-            raise RenderError(f"{error}" or type(error).__name__) from None
+            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            raise RenderError(f"{line}{error}" or type(error).__name__) from None
 
     def _adapt_message(self, message: Message) -> Message:
         adapted = dict(message)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
 from trainer.config.errors import to_text
-from trainer.data.chat_template import ChatTemplate, Message, RenderError
+from trainer.data.chat_template import TOKENIZER_TEMPLATE, ChatTemplate, Message, RenderError
 from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.markers import TURN_KEY, Spans, find_reasoning_spans, split_reasoning
 from trainer.data.records import Conversation
@@ -46,6 +47,11 @@ def load_chat_template(
     return read_template(configured)
 
 
+def describe_template(configured: str | None) -> str:
+    """Return the name of the template that `load_chat_template` loads, to begin an error message."""
+    return TOKENIZER_TEMPLATE if configured is None else f"dataset.chat_template={to_text(configured)}"
+
+
 def build_template_variables(section: DatasetSection) -> dict[str, Any]:
     return section.chat_template_kwargs | ({"enable_thinking": False} if section.thinking == "empty" else {})
 
@@ -68,9 +74,9 @@ def render_prompt(
         raise UserError("the conversation has tools, which the chat template does not support; remove the tools")
     chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
     try:
-        return ChatTemplate(tokenizer, source, build_template_variables(section)).render(
-            chat, tools, add_generation_prompt=True
-        )
+        name = describe_template(section.chat_template)
+        template = ChatTemplate(tokenizer, source, build_template_variables(section), name)
+        return template.render(chat, tools, add_generation_prompt=True)
     except RenderError as error:
         raise UserError(f"the chat template rejects the conversation ({error}); change its turns") from None
 
@@ -102,6 +108,7 @@ class ChatEncoder:
         *,
         mask_reasoning: bool = False,
         image_reader: ImageReader | None = None,
+        name: str = TOKENIZER_TEMPLATE,
     ) -> None:
         self.tokenizer, self._mask_thoughts, self._images = tokenizer, mask_reasoning, image_reader
         self.train_on = frozenset(train_on)
@@ -109,7 +116,7 @@ class ChatEncoder:
         sources = (template, tool_template or template)
         self.template = template if len(set(sources)) == 1 else sources
         _check_variables(variables or {}, sources)
-        templates = {source: ChatTemplate(tokenizer, source, variables or {}) for source in dict.fromkeys(sources)}
+        templates = {each: ChatTemplate(tokenizer, each, variables or {}, name) for each in dict.fromkeys(sources)}
         self._templates = tuple(templates[source] for source in sources)
 
     def encode(self, conversations: Sequence[Conversation], origins: Sequence[str]) -> list[EncodedDocument]:
@@ -140,6 +147,11 @@ class ChatEncoder:
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
         except RenderError as error:
+            if len(messages) > len(conversation.messages):
+                with suppress(RenderError):  # blame the record if it is rejected without the system prompt, too
+                    template.render(messages[1:], conversation.tools)
+                    problem = f"the chat template rejects it in {origin} ({error}); remove the setting"
+                    raise UserError(f"dataset.system_prompt={to_text(self.system_prompt)}: {problem}") from None
             raise UserError(f"{origin}: the chat template rejects it ({error}); fix or remove the record") from None
         return rendered
 

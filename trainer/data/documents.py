@@ -19,7 +19,13 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import replaces
-from trainer.data.conversations import RECORD_WARNINGS, ChatEncoder, build_template_variables, load_chat_template
+from trainer.data.conversations import (
+    RECORD_WARNINGS,
+    ChatEncoder,
+    build_template_variables,
+    describe_template,
+    load_chat_template,
+)
 from trainer.data.formats import PREFERENCE, UNPAIRED, RecordFormat, detect_format, join_names
 from trainer.data.markers import strip_reasoning
 from trainer.data.pairs import LabeledAnswer, Pair, join_labeled_answers, join_pair, read_pair, read_unpaired
@@ -86,6 +92,7 @@ class DocumentEncoder:
                 for_tools,
                 mask_reasoning=section.thinking == "mask",
                 image_reader=image_reader,
+                name=describe_template(section.chat_template),
             )
         self.system_prompt = section.system_prompt
         self.skips_bad_records = section.on_bad_record == "skip"
@@ -109,7 +116,8 @@ class DocumentEncoder:
         # The first record may lack a field that decides the format, such as a label.
         first = {name: value for record in reversed(records) for name, value in record.items() if value is not None}
         fields = dict.fromkeys(name for record in records for name in record)
-        return detect_format(source, list(fields), first, label, has_chat_template=self.chat is not None), first
+        fmt = detect_format(source, list(fields), first, label, has_chat_template=self.chat is not None)
+        return replace(fmt, supports_images=self.images is not None), first
 
     def encode_rows(
         self, rows: Sequence[Mapping[str, Any]], first_index: int, fmt: RecordFormat, label: str
@@ -187,11 +195,8 @@ class DocumentEncoder:
         }
 
     def _check_images(self, example: Example, origin: str) -> None:
-        """Raise UserError if a pair's answers have different images, or if the model does not support image input."""
+        """Raise UserError if a pair's answers have different images."""
         images = {side.images for side in _list_sides(example) if isinstance(side, Conversation)}
-        if any(images) and self.images is None:
-            fix = "use a model listed in docs/reference/vision-models.md and install its package, or remove the images"
-            raise UserError(f"{origin}: has images, but image input is not supported for this model; {fix}")
         if len(images) > 1:
             raise UserError(f"{origin}: chosen and rejected have different images; keep only the prompt's images")
 

@@ -37,6 +37,8 @@ class RecordFormat:
     note: str = field(default="", compare=False)
     folder: Path | None = field(default=None, compare=False)
     """Base folder for relative image paths."""
+    supports_images: bool = True
+    """Whether the model supports image input."""
 
 
 def detect_format(
@@ -104,7 +106,9 @@ def _detect_from_fields(
     if configured or not source.fields:
         if names := _find_preference_names(present, first_record, label, configured=configured):
             return build_format(PREFERENCE, names)
-    if isinstance(first_record.get(present.get("label", "")), bool) and present.keys() & {
+    # Labels 1 and 0 may also be classes.
+    label_text = str(first_record.get(present.get("label", ""))).strip()
+    if not label_text.isdigit() and parse_label(label_text) is not None and present.keys() & {
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
         return build_format(UNPAIRED, {"label": present["label"]})
@@ -211,6 +215,11 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
         if column not in columns and not (name == "input" and source.template_without_input):
             raise UserError(f"{setting}: the records have no field {{{name}}}; use {join_names(columns)}")
     return names
+
+
+def parse_label(value: Any) -> bool | None:
+    """Return the label of an answer, written as true, false, 1 or 0, also as text; None for any other value."""
+    return {"true": True, "false": False, "1": True, "0": False}.get(str(value).strip().lower())
 
 
 def describe_type(value: Any) -> str:

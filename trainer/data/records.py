@@ -285,8 +285,9 @@ def _read_message(
     elif turn.get("function_call") and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
-        others = join_names(key for key, value in turn.items() if value)
-        raise UserError(f"{origin}: the {role} turn has no {keys[1]}, but {others}; add the field, or remove the turn")
+        others = [key for key, value in turn.items() if value and key != keys[0]]
+        found = f", but {join_names(others)}" if others else ""
+        raise UserError(f"{origin}: the {role} turn has no {keys[1]}{found}; add the field, or remove the turn")
     message["content"] = images.replace_placeholders(_read_content(content, keys[1], origin, images))
     if role == "assistant" and IMAGE_MARKER in message["content"]:
         raise UserError(f"{origin}: an assistant turn has an image, but answers are text; move it to a user turn")
@@ -359,6 +360,13 @@ def _read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{origin}: tools must be a list of function definitions; write them in OpenAI's format")
+    for number, tool in enumerate(value, start=1):
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name.strip():
+            raise UserError(f"{origin}: tool {number} has no function.name; add it, with function.parameters")
+        if not isinstance(parameters := function.get("parameters") or {}, dict):
+            problem = f"the parameters of tool {name} are {describe_type(parameters)}"
+            raise UserError(f"{origin}: {problem}; use a JSON schema such as {{type: object, properties: ...}}")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from yaml import MarkedYAMLError
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection, check_task_names
@@ -47,7 +48,6 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     files = [name for name in names if name.endswith(".yaml")]
 
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_defaults=len(files) < len(names))  # indexing all tasks takes seconds
@@ -56,9 +56,10 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
         if name not in files and not manager.match_tasks([name]):
             raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; use a task that `lm-eval ls tasks` lists")
         try:
-            absolute = str(Path(name).absolute())
             with _hide_progress(), _use_lm_eval_seeds():
-                task_set = manager.load([load_yaml(absolute, resolve_func=True)] if name in files else [name])
+                task_set = manager.load([_read_task_file(name)] if name in files else [name])
+        except UserError:
+            raise
         except Exception as error:  # lm-eval and datasets may raise anything for a bad file
             problem = f"lm-eval cannot load it ({type(error).__name__}: {error})"
             raise UserError(f"evaluation.tasks={name}: {problem}; check the task and its data") from None
@@ -69,6 +70,31 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
                 problem = "reads images or runs code that the model writes, which zerolora does not support"
                 raise UserError(f"evaluation.tasks={name}: {problem}; use `lm_eval run`")
     return loaded
+
+
+def _read_task_file(name: str) -> dict[str, Any]:
+    """Return the settings in a task's YAML file. Raises UserError if it is not YAML or does not define a task."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    fix = "fix the file"
+    try:
+        settings: dict[str, Any] = load_yaml(str(Path(name).absolute()), resolve_func=True)
+        missing = [key for key in ("task", "dataset_path") if not settings.get(key)]
+        if not missing or "custom_dataset" in settings:
+            return settings
+        problem, fix = f"has no {' and no '.join(missing)}", "add it"
+        if "group" in settings:
+            problem, fix = "defines a group of tasks", "name its tasks in the setting instead"
+    except MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        problem = f"{line}is not YAML ({error.problem})"
+    except OSError as error:
+        problem = f"{error.filename}: cannot be read ({error.strerror})"
+    except ValueError:
+        problem = "is not a mapping with the keys of a task"
+    except (ImportError, AttributeError) as error:
+        problem = f"a function cannot be imported ({error})"
+    raise UserError(f"evaluation.tasks={name}: {problem}; {fix}")
 
 
 class _Model:
