@@ -125,7 +125,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no kind of schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "type.json"},
-        "evaluation.json_schema=type.json: is not a JSON schema (type: 'objct' is not valid",
+        "evaluation.json_schema=type.json: 'objct' is not valid",
     ),
     "no function": (
         {"evaluation__metrics": ["mine.py:gone"]},

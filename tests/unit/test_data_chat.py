@@ -339,12 +339,6 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         {"tools": [{"type": "function", "function": {"description": "x"}}]},
         ("record 1: tool 1 has no function.name",),
     ),
-    "parameters that are text": (
-        CHATML,
-        TALK,
-        {"tools": [{"name": "f", "parameters": "x"}]},
-        ("record 1: the parameters of tool f are a string; use a JSON schema",),
-    ),
     "a template that is none": ("{% for message in %}", TALK, {}, ("dataset.chat_template", "cannot be rendered")),
     "a loop that is too long": (
         "{% for i in range(10**12) %}x{% endfor %}",

@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a cut parquet file": (
         "a.parquet",
         b"PAR1" + b"x" * 50,
-        ("dataset.path=a.parquet: a.parquet is truncated or damaged; copy it again",),
+        ("dataset.path=a.parquet: a.parquet is truncated or not Parquet; copy or rename it",),
     ),
     "a row too long": (
         "a.csv",

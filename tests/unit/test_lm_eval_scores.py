@@ -208,13 +208,10 @@ def test_every_rank_computes_as_many_batches_and_all_are_computed(batches: int, 
 
 BAD_TASKS = {
     "gone.yaml": "--tasks=gone.yaml: no such file; use an existing YAML file or the name of a task",
-    "broken.yaml": "--tasks=broken.yaml: line 2: is not YAML (",
-    "list.yaml": "--tasks=list.yaml: is not a mapping with the keys of a task; fix the file",
-    "empty.yaml": "--tasks=empty.yaml: has no dataset_path; add it",
-    "group.yaml": "--tasks=group.yaml: defines a group of tasks; name its tasks in the setting instead",
-    "include.yaml": "--tasks=include.yaml: {folder}/gone.yaml: cannot be read (No such file or directory); fix",
-    "function.yaml": "--tasks=function.yaml: a function cannot be imported (",
-    "no-data.yaml": "--tasks=no-data.yaml: lm-eval cannot load it (FileNotFoundError: ",
+    "broken.yaml": "--tasks=broken.yaml: line 2 is not YAML (",
+    "list.yaml": "--tasks=list.yaml: lm-eval cannot load it (Expected YAML dict from ",
+    "empty.yaml": "--tasks=empty.yaml: lm-eval cannot load it (it has no dataset_path); check the task",
+    "no-data.yaml": "--tasks=no-data.yaml: lm-eval cannot load it (",
 }
 
 
@@ -228,13 +225,10 @@ def test_a_task_that_cannot_be_loaded_is_reported(
     Path("broken.yaml").write_text("task: [\n")
     Path("list.yaml").write_text("- task\n")
     Path("empty.yaml").write_text("task: mine\n")
-    Path("group.yaml").write_text("group: mine\ntask: [a, b]\n")
-    Path("include.yaml").write_text("include: gone.yaml\ntask: mine\n")
-    Path("function.yaml").write_text("task: mine\nprocess_results: !function gone.score\n")
     Path("no-data.yaml").write_text(Path(write_tasks(tmp_path)[1]).read_text().replace("task-test", "missing"))
     assert evaluate.main([str(run_dir), "--tasks", name]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {BAD_TASKS[name].format(folder=tmp_path)}") and said.count("\n") == 1, said
+    assert said.startswith(f"error: {BAD_TASKS[name]}") and said.count("\n") == 1, said
 
 
 def test_without_lm_eval_the_message_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

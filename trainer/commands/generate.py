@@ -39,7 +39,7 @@ from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import Conversation
 from trainer.data.vision import PromptImages
-from trainer.model.answers import GREEDY, encode_prompt, generate_texts
+from trainer.model.answers import GREEDY, check_prompt_length, encode_prompt, generate_texts
 from trainer.model.base import get_context_length
 from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse_layers
@@ -120,20 +120,16 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, with_base: bool) -> 
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], context_length: int | None, failed: list[str]
+    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
     """Yield each prompt with its token IDs [1, T].
 
-    A prompt that cannot be encoded or fills the context is printed to stderr and appended to `failed`. If it is
-    the only prompt in a list, raises UserError instead.
+    A prompt that cannot be encoded is printed to stderr and appended to `failed`. If it is the only prompt in a list,
+    raises UserError instead.
     """
     for prompt in map(replace_invalid_unicode, prompts):
         try:
-            row = encode(prompt)
-            if context_length is not None and row.shape[1] >= context_length:
-                problem = f"the prompt has {row.shape[1]} tokens, but the context holds {context_length}; shorten it"
-                raise UserError(problem)
-            yield prompt, row
+            yield prompt, encode(prompt)
         except UserError as error:
             if isinstance(prompts, list) and len(prompts) == 1:
                 raise
@@ -266,9 +262,11 @@ def main(argv: list[str] | None = None) -> None:
     def encode(prompt: Prompt) -> torch.Tensor:
         if arguments.image:
             prompt = [{"role": "user", "content": IMAGE_MARKER * len(arguments.image) + str(prompt)}]
-        return encode_prompt(tokenizer, section, prompt, prompt_format, images)
+        row = encode_prompt(tokenizer, section, prompt, prompt_format, images)
+        check_prompt_length(row, get_context_length(model.config))
+        return row
 
-    rows = encode_prompts(prompts, encode, get_context_length(model.config), failed)
+    rows = encode_prompts(prompts, encode, failed)
     console = Console()
     # Stream to a terminal; write complete answers to a pipe.
     is_streaming = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()

@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import UserError
+from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.markers import TURN_KEY, ChatSpans, has_generation_blocks, mark_message, mark_template, parse_markers
 
 Message = dict[str, Any]
 _PROBES: dict[str, Message] = read_yaml(Path(__file__).with_name("probes.yaml")).tree
-TOKENIZER_TEMPLATE = "the tokenizer's chat template"
 MAX_RENDER_SECONDS = 3
 MAX_RENDER_BYTES = 1 << 30
 _QUESTION, _ANSWER, _CALL, _RESULT, _TOOL = _PROBES.values()
@@ -61,15 +61,12 @@ def _limit_rendering() -> Iterator[None]:
 class ChatTemplate:
     """Renders conversations with one template, and finds the tokens that begin and end answers.
 
-    Raises UserError, prefixed with `name`, if the template does not compile, or cannot render a question and an answer.
+    `setting` is the value of `dataset.chat_template`, if that is where the template is from. Raises UserError if the
+    template does not compile, or cannot render a question and an answer.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        source: str,
-        variables: Mapping[str, Any],
-        name: str = TOKENIZER_TEMPLATE,
+        self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any], setting: str | None = None
     ) -> None:
         self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)
         self._prompts: dict[tuple[str, bool, str | None], str | None] = {}
@@ -87,8 +84,9 @@ class ChatTemplate:
             self._detect_list_content_roles()
             self._detect_call_format()
         except (TemplateError, RenderError) as error:
-            fix = "fix the template, or set another one in dataset.chat_template"
-            raise UserError(f"{name}: cannot be rendered ({error}); {fix}") from None
+            name = "the tokenizer's chat template" if setting is None else f"dataset.chat_template={to_text(setting)}"
+            problem = f"{name}: cannot be rendered ({error})"
+            raise UserError(f"{problem}; fix the template, or set another one in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **extra_variables: Any) -> str:
         """Render messages as text, ignoring their turn numbers.

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -13,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.config import DatasetSection, UserError
 from trainer.config.errors import to_text
-from trainer.data.chat_template import TOKENIZER_TEMPLATE, ChatTemplate, Message, RenderError
+from trainer.data.chat_template import ChatTemplate, Message, RenderError
 from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.markers import TURN_KEY, Spans, find_reasoning_spans, split_reasoning
 from trainer.data.records import Conversation
@@ -47,11 +46,6 @@ def load_chat_template(
     return read_template(configured)
 
 
-def describe_template(configured: str | None) -> str:
-    """Return the name of the template that `load_chat_template` loads, to begin an error message."""
-    return TOKENIZER_TEMPLATE if configured is None else f"dataset.chat_template={to_text(configured)}"
-
-
 def build_template_variables(section: DatasetSection) -> dict[str, Any]:
     return section.chat_template_kwargs | ({"enable_thinking": False} if section.thinking == "empty" else {})
 
@@ -74,8 +68,7 @@ def render_prompt(
         raise UserError("the conversation has tools, which the chat template does not support; remove the tools")
     chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
     try:
-        name = describe_template(section.chat_template)
-        template = ChatTemplate(tokenizer, source, build_template_variables(section), name)
+        template = ChatTemplate(tokenizer, source, build_template_variables(section), section.chat_template)
         return template.render(chat, tools, add_generation_prompt=True)
     except RenderError as error:
         raise UserError(f"the chat template rejects the conversation ({error}); change its turns") from None
@@ -108,7 +101,7 @@ class ChatEncoder:
         *,
         mask_reasoning: bool = False,
         image_reader: ImageReader | None = None,
-        name: str = TOKENIZER_TEMPLATE,
+        setting: str | None = None,
     ) -> None:
         self.tokenizer, self._mask_thoughts, self._images = tokenizer, mask_reasoning, image_reader
         self.train_on = frozenset(train_on)
@@ -116,7 +109,7 @@ class ChatEncoder:
         sources = (template, tool_template or template)
         self.template = template if len(set(sources)) == 1 else sources
         _check_variables(variables or {}, sources)
-        templates = {each: ChatTemplate(tokenizer, each, variables or {}, name) for each in dict.fromkeys(sources)}
+        templates = {each: ChatTemplate(tokenizer, each, variables or {}, setting) for each in dict.fromkeys(sources)}
         self._templates = tuple(templates[source] for source in sources)
 
     def encode(self, conversations: Sequence[Conversation], origins: Sequence[str]) -> list[EncodedDocument]:
@@ -147,12 +140,9 @@ class ChatEncoder:
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
         except RenderError as error:
-            if len(messages) > len(conversation.messages):
-                with suppress(RenderError):  # blame the record if it is rejected without the system prompt, too
-                    template.render(messages[1:], conversation.tools)
-                    problem = f"the chat template rejects it in {origin} ({error}); remove the setting"
-                    raise UserError(f"dataset.system_prompt={to_text(self.system_prompt)}: {problem}") from None
-            raise UserError(f"{origin}: the chat template rejects it ({error}); fix or remove the record") from None
+            is_prepended = len(messages) > len(conversation.messages)
+            fix = "remove dataset.system_prompt, or fix" if is_prepended else "fix or remove"
+            raise UserError(f"{origin}: the chat template rejects it ({error}); {fix} the record") from None
         return rendered
 
 

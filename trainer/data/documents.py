@@ -19,13 +19,7 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.known_versions import replaces
-from trainer.data.conversations import (
-    RECORD_WARNINGS,
-    ChatEncoder,
-    build_template_variables,
-    describe_template,
-    load_chat_template,
-)
+from trainer.data.conversations import RECORD_WARNINGS, ChatEncoder, build_template_variables, load_chat_template
 from trainer.data.formats import PREFERENCE, UNPAIRED, RecordFormat, detect_format, join_names
 from trainer.data.markers import strip_reasoning
 from trainer.data.pairs import LabeledAnswer, Pair, join_labeled_answers, join_pair, read_pair, read_unpaired
@@ -92,7 +86,7 @@ class DocumentEncoder:
                 for_tools,
                 mask_reasoning=section.thinking == "mask",
                 image_reader=image_reader,
-                name=describe_template(section.chat_template),
+                setting=section.chat_template,
             )
         self.system_prompt = section.system_prompt
         self.skips_bad_records = section.on_bad_record == "skip"
@@ -155,7 +149,6 @@ class DocumentEncoder:
             for each in example if isinstance(example, list) else [example]:
                 examples.append(self._apply_settings(each))
                 example_origins.append(origin)
-                self._check_images(examples[-1], origin)
         for example, document, continued in self._split(examples, self.encode_examples(examples, example_origins)):
             for name, value in self._build_row(example, document, continued).items():
                 columns[name].append(value)
@@ -193,12 +186,6 @@ class DocumentEncoder:
             "control": any(self._special.search(str(turn["content"])) for turn in turns),
             "problem": None,
         }
-
-    def _check_images(self, example: Example, origin: str) -> None:
-        """Raise UserError if a pair's answers have different images."""
-        images = {side.images for side in _list_sides(example) if isinstance(side, Conversation)}
-        if len(images) > 1:
-            raise UserError(f"{origin}: chosen and rejected have different images; keep only the prompt's images")
 
     def _apply_settings(self, example: Example) -> Any:
         """Strip reasoning from conversations, and train only on their last answer, as configured."""

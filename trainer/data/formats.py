@@ -19,6 +19,8 @@ REQUIRED, OPTIONAL = (
 CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
 # Names of fields that contain a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation")
+# Labels of answers, by their text.
+LABELS = {"true": True, "false": False, "1": True, "0": False}
 ONE_RECORD_PER_LINE = "write one record per line"
 SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + completion | text"
 
@@ -53,7 +55,7 @@ def detect_format(
 
     Raises UserError if the fields match no format, or do not match the configured format.
     """
-    format_ = "custom" if source.format == "auto" and source.template else source.format
+    format_ = "custom" if source.format == "auto" and source.template is not None else source.format
     lists = [name for name, value in first_record.items() if isinstance(value, list) and {*map(type, value)} == {str}]
     if lists and len(lists) == len(first_record) and not {*lists} & {*TURN_LISTS}:
         where = f"{label}.path={to_text(source.path)}, record 1"
@@ -107,8 +109,8 @@ def _detect_from_fields(
         if names := _find_preference_names(present, first_record, label, configured=configured):
             return build_format(PREFERENCE, names)
     # Labels 1 and 0 may also be classes.
-    label_text = str(first_record.get(present.get("label", ""))).strip()
-    if not label_text.isdigit() and parse_label(label_text) is not None and present.keys() & {
+    answer_label = str(first_record.get(present.get("label", ""))).strip().lower()
+    if answer_label in LABELS and not answer_label.isdigit() and present.keys() & {
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
         return build_format(UNPAIRED, {"label": present["label"]})
@@ -204,9 +206,12 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
     setting = f"{label}.template={to_text(source.template)}"
     try:
         texts = [source.template, source.template_without_input or ""]
-        placeholders = [name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        parts = [part for text in texts for part in string.Formatter().parse(text) if part[1] is not None]
     except ValueError as error:
         raise UserError(f"{setting}: {error}; write literal braces twice, as {{{{ or }}}}") from None
+    placeholders = [name for _, name, _, _ in parts]
+    if not placeholders or any(layout or conversion for _, _, layout, conversion in parts):
+        raise UserError(f"{setting}: must contain fields, such as {{question}}, without formats; fix it")
     names = {name: source.fields.get(name, name) for name in placeholders}
     if source.template_without_input:
         names.setdefault("input", source.fields.get("input", "input"))
@@ -215,11 +220,6 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
         if column not in columns and not (name == "input" and source.template_without_input):
             raise UserError(f"{setting}: the records have no field {{{name}}}; use {join_names(columns)}")
     return names
-
-
-def parse_label(value: Any) -> bool | None:
-    """Return the label of an answer, written as true, false, 1 or 0, also as text; None for any other value."""
-    return {"true": True, "false": False, "1": True, "0": False}.get(str(value).strip().lower())
 
 
 def describe_type(value: Any) -> str:

@@ -54,8 +54,7 @@ class ImageParts:
     def encode_images(self, origin: str) -> tuple[bytes, ...]:
         """Return each image's bytes or file reference (see `encode_image`), in order.
 
-        Raises UserError if the model does not support images, if the record has more or fewer images than placeholders,
-        or if an image is missing.
+        Raises UserError if the model does not support images, or if the record has more or fewer than placeholders.
         """
         count, images = self._values.count(None), list[Any]()
         if self._name is not None and (count or self._name != "image"):

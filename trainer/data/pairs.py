@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.config.errors import to_text
-from trainer.data.formats import RecordFormat, describe_type, parse_label
+from trainer.data.formats import LABELS, RecordFormat
 from trainer.data.records import (
     MASK_FIELDS,
     WEIGHT_FIELDS,
@@ -55,8 +55,7 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
     with suppress(ValueError):  # a cell of a CSV file
         margin = float(margin) if isinstance(margin, str) else margin
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
-        kind = f", not {describe_type(margin)}" if describe_type(margin) != "a number" else ""
-        problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}{kind}"
+        problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}"
         raise UserError(f"{origin}: {name}={to_text(margin, 30)}: {problem}; fix it, or remove the field")
     prompt, is_chat = _read_prompt(fields, fmt, origin)
     if isinstance(prompt, list) and prompt and _get_role(prompt[-1]) in ("assistant", "gpt"):
@@ -74,6 +73,8 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
     for name, answer in zip(SIDES, answers, strict=True):
         side_fmt = replace(fmt, names={**fmt.names, "completion": fmt.names[name]})
         sides.append(_join_answer(system_prompt, prompt, answer, fields, side_fmt, origin, chat=is_chat))
+    if len({side.images for side in sides if isinstance(side, Conversation)}) > 1:
+        raise UserError(f"{origin}: chosen and rejected have different images; keep only the prompt's images")
     unused = dict.fromkeys([*fields.list_unused(), *sides[0].unused_fields, *sides[1].unused_fields])
     return Pair(sides[0], sides[1], float(margin), tuple(unused))
 
@@ -101,7 +102,7 @@ def read_unpaired(
         pair = read_pair(record, fmt, origin, system_prompt)
         rejected = LabeledAnswer(pair.rejected, False, is_second_answer=True)
         return [LabeledAnswer(pair.chosen, True, unused_fields=pair.unused_fields), rejected]
-    if (label := parse_label(value)) is None:
+    if (label := LABELS.get(str(value).strip().lower())) is None:
         problem = " is missing" if value is None else f"={to_text(value, 30)}: must be true or false, or 1 or 0"
         fix = "set it to true for a good answer, false for a bad one"
         raise UserError(f"{origin}: {names['label']}{problem}; {fix}")

@@ -156,10 +156,7 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, sy
     template = fmt.template
     if fmt.template_without_input is not None and not values["input"].strip():
         template = fmt.template_without_input
-    try:
-        prompt = template.format_map(values)
-    except (ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"{origin}: the template cannot be filled ({error}); write fields as {{name}}") from None
+    prompt = template.format_map(values)
     if "system" not in fmt.names:
         prompt = prepend_system_prompt(prompt, record, fmt, origin, system_prompt)
     return PlainText(prompt, _read_text(record, fmt.names["completion"], origin))
@@ -362,11 +359,8 @@ def _read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
         raise UserError(f"{origin}: tools must be a list of function definitions; write them in OpenAI's format")
     for number, tool in enumerate(value, start=1):
         function = tool.get("function", tool)
-        if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name.strip():
+        if not (isinstance(function, dict) and str(function.get("name") or "").strip()):
             raise UserError(f"{origin}: tool {number} has no function.name; add it, with function.parameters")
-        if not isinstance(parameters := function.get("parameters") or {}, dict):
-            problem = f"the parameters of tool {name} are {describe_type(parameters)}"
-            raise UserError(f"{origin}: {problem}; use a JSON schema such as {{type: object, properties: ...}}")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 

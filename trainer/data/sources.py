@@ -141,12 +141,12 @@ def resolve_local_path(source: SourceSection, label: str) -> Path | None:
 def _check_missing_path(source: SourceSection, path: Path, where: str) -> None:
     """Raise UserError for a missing path, unless it may be a Hub ID."""
     assert source.path is not None
-    has_file_name = source.path.count("/") > 1 or get_data_suffix(path) in READERS
+    has_file_name = source.path.count("/") > 1 or get_data_suffix(path) in READERS or "[" in source.path
     if not (source.path.startswith(("/", "~", ".")) or has_file_name):
         return
     near = find_similar_path(path)
     hint = f"did you mean {near}?" if near else "use a file, a folder or the Hub ID of a dataset"
-    if "," in path.name or "*" in path.name:
+    if any(mark in source.path for mark in ",*["):
         hint = "use a folder with patterns in dataset.data_files, or several sources in dataset.mix"
     raise UserError(f"{where}: no such file or folder (searched for {path.absolute()}); {hint}")
 
@@ -189,8 +189,6 @@ def _read_files(
             read_raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _list_read_errors() as error:
-        if pointer := next(filter(is_lfs_pointer, files), None):
-            raise UserError(f"{where}: {pointer.name} {LFS_POINTER}") from None
         raise _build_read_error(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
@@ -205,10 +203,7 @@ def _check_parquet_files(files: list[Path], where: str) -> None:
         try:
             names.append(read_schema(file).names)
         except (ValueError, OSError):
-            with file.open("rb") as stream:
-                is_parquet = stream.read(4) in (b"PAR1", b"")
-            problem = "is truncated or damaged; copy it again" if is_parquet else "is not a Parquet file; rename it"
-            problem = LFS_POINTER if is_lfs_pointer(file) else problem
+            problem = LFS_POINTER if is_lfs_pointer(file) else "is truncated or not Parquet; copy or rename it"
             raise UserError(f"{where}: {file.name} {problem}") from None
         if others := set(names[-1]) - set(names[0]):
             problem = f"has {join_names(sorted(others))}, but {files[0].name} has only {join_names(names[0])}"

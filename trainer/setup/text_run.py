@@ -13,12 +13,12 @@ from trainer.data.cache import PreparedData, prepare_data, prepare_reference
 from trainer.data.conversations import load_chat_template
 from trainer.data.grouping import DataStats
 from trainer.data.prepared import PreparedRun
-from trainer.data.prompt_files import Prompt, format_prompt, read_sample_prompts
+from trainer.data.prompt_files import format_prompt, read_sample_prompts
 from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
 from trainer.model.adapter import check_added_tokens, list_bias_warnings, load_initial_adapter
-from trainer.model.answers import encode_prompt
+from trainer.model.answers import check_prompt_length, encode_prompt
 from trainer.model.base import (
     build_empty_model,
     check_weights,
@@ -85,20 +85,12 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
         assert data.evaluation is not None
         AnswerMetrics(config.evaluation, data.evaluation, files.tokenizer)
     for prompt in prompts:
-        _check_sample_prompt(prompt, config, files, data.stats.prompt_text)
+        try:
+            ids = encode_prompt(files.tokenizer, config.dataset, prompt, data.stats.prompt_text)
+            check_prompt_length(ids, files.context_length)
+        except UserError as error:
+            raise UserError(f"logging.sample_prompts={to_text(format_prompt(prompt))}: {error}") from None
     return replace(files, data=data, notes=notes, reference=reference, sample_prompts=prompts)
-
-
-def _check_sample_prompt(prompt: Prompt, config: RunConfig, files: PreparedRun, text_format: str | None) -> None:
-    """Raise UserError if a prompt cannot be encoded, or fills the model's context."""
-    setting = f"logging.sample_prompts={to_text(format_prompt(prompt))}"
-    try:
-        count = encode_prompt(files.tokenizer, config.dataset, prompt, text_format).shape[1]
-    except UserError as error:
-        raise UserError(f"{setting}: {error}") from None
-    if files.context_length is not None and count >= files.context_length:
-        problem = f"has {count} tokens, but the model's context holds {files.context_length}; shorten it"
-        raise UserError(f"{setting}: {problem}")
 
 
 def check_no_image_settings(config: RunConfig) -> None:

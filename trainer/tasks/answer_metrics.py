@@ -134,19 +134,13 @@ def _build_regex_metric(pattern: re.Pattern[str]) -> Metric:
 def _build_json_schema_metric(path: Path) -> Metric:
     import jsonschema
 
-    problem = ""
     try:
         schema = read_json(path, dict[str, Any] | bool)
         kind = jsonschema.validators.validator_for(schema)
         kind.check_schema(schema)
-    except FileNotFoundError:
-        problem = "no such file"
-    except UnreadableFileError as error:
-        problem = error.problem
-    except jsonschema.SchemaError as error:
-        problem = f"is not a JSON schema ({error.json_path.removeprefix('$.')}: {error.message})"
-    if problem:
-        raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema")
+    except (FileNotFoundError, UnreadableFileError, jsonschema.SchemaError) as error:
+        problem = getattr(error, "problem", getattr(error, "message", "no such file"))
+        raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema") from None
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:
         try:

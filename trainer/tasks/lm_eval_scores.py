@@ -48,6 +48,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     files = [name for name in names if name.endswith(".yaml")]
 
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_defaults=len(files) < len(names))  # indexing all tasks takes seconds
@@ -56,12 +57,16 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
         if name not in files and not manager.match_tasks([name]):
             raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; use a task that `lm-eval ls tasks` lists")
         try:
+            task = load_yaml(str(Path(name).absolute()), resolve_func=True) if name in files else name
+            if name in files and not task.keys() & {"dataset_path", "custom_dataset"}:
+                raise ValueError("it has no dataset_path")
             with _hide_progress(), _use_lm_eval_seeds():
-                task_set = manager.load([_read_task_file(name)] if name in files else [name])
-        except UserError:
-            raise
+                task_set = manager.load([task])
+        except MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise UserError(f"evaluation.tasks={name}: line {line} is not YAML ({error.problem}); fix it") from None
         except Exception as error:  # lm-eval and datasets may raise anything for a bad file
-            problem = f"lm-eval cannot load it ({type(error).__name__}: {error})"
+            problem = f"lm-eval cannot load it ({error or type(error).__name__})"
             raise UserError(f"evaluation.tasks={name}: {problem}; check the task and its data") from None
         for kind in loaded:
             loaded[kind] |= task_set[kind]
@@ -70,31 +75,6 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
                 problem = "reads images or runs code that the model writes, which zerolora does not support"
                 raise UserError(f"evaluation.tasks={name}: {problem}; use `lm_eval run`")
     return loaded
-
-
-def _read_task_file(name: str) -> dict[str, Any]:
-    """Return the settings in a task's YAML file. Raises UserError if it is not YAML or does not define a task."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    fix = "fix the file"
-    try:
-        settings: dict[str, Any] = load_yaml(str(Path(name).absolute()), resolve_func=True)
-        missing = [key for key in ("task", "dataset_path") if not settings.get(key)]
-        if not missing or "custom_dataset" in settings:
-            return settings
-        problem, fix = f"has no {' and no '.join(missing)}", "add it"
-        if "group" in settings:
-            problem, fix = "defines a group of tasks", "name its tasks in the setting instead"
-    except MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        problem = f"{line}is not YAML ({error.problem})"
-    except OSError as error:
-        problem = f"{error.filename}: cannot be read ({error.strerror})"
-    except ValueError:
-        problem = "is not a mapping with the keys of a task"
-    except (ImportError, AttributeError) as error:
-        problem = f"a function cannot be imported ({error})"
-    raise UserError(f"evaluation.tasks={name}: {problem}; {fix}")
 
 
 class _Model:
