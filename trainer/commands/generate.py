@@ -209,13 +209,13 @@ def replace_invalid_unicode(prompt: Prompt) -> Prompt:
 
 
 def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
-    longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
-    help_ = f"maximum length of an answer in tokens (default: {longest})"
+    help_ = f"maximum length of an answer in tokens (default: {default.max_new_tokens})"
+    longest = default.max_new_tokens
     parser.add_argument("--max-new-tokens", type=parse_positive_int, default=longest, metavar="N", help=help_)
-    help_ = f"sampling temperature; 0: greedy (default: {temperature:g})"
-    parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=help_)
-    help_ = f"nucleus sampling: sample from the most likely tokens with total probability P (default: {top_p})"
-    parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
+    help_ = f"sampling temperature; 0: greedy (default: {default.temperature:g})"
+    parser.add_argument("--temperature", type=float, default=default.temperature, metavar="T", help=help_)
+    help_ = f"nucleus sampling: sample from the most likely tokens with total probability P (default: {default.top_p})"
+    parser.add_argument("--top-p", type=float, default=default.top_p, metavar="P", help=help_)
     parser.add_argument("--system", metavar="TEXT", help="system prompt (default: the run's dataset.system_prompt)")
     help_ = "image shown before the prompt, for vision-language models; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help_)

@@ -140,8 +140,7 @@ class ChatEncoder:
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
         except RenderError as error:
-            is_prepended = len(messages) > len(conversation.messages)
-            fix = "remove dataset.system_prompt, or fix" if is_prepended else "fix or remove"
+            fix = "remove dataset.system_prompt, or fix" if messages[0][TURN_KEY] else "fix or remove"
             raise UserError(f"{origin}: the chat template rejects it ({error}); {fix} the record") from None
         return rendered
 

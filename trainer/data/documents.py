@@ -155,7 +155,10 @@ class DocumentEncoder:
         return columns
 
     def _build_row(self, example: Example, document: EncodedDocument, continued: bool) -> dict[str, Any]:
-        sides = _list_sides(example)
+        if isinstance(example, Pair):
+            sides = [example.chosen, example.rejected]
+        else:
+            sides = [example.answer if isinstance(example, LabeledAnswer) else example]
         answers = [answer for side in sides for answer in flag_nonempty_answers(side, self.train_on)]
         turns = [turn for side in sides if isinstance(side, Conversation) for turn in side.messages]
         weights = document.loss_weights[: self.max_length]
@@ -285,12 +288,6 @@ class DocumentEncoder:
             documents = encode_texts(self.tokenizer, list(texts.values()), self.train_on, [origins[at] for at in texts])
             encoded.update(zip(texts, documents, strict=True))
         return [encoded[at] for at in range(len(examples))]
-
-
-def _list_sides(example: Example) -> list[Conversation | PlainText]:
-    if isinstance(example, Pair):
-        return [example.chosen, example.rejected]
-    return [example.answer if isinstance(example, LabeledAnswer) else example]
 
 
 @replaces("`os.environ` after `Dataset.map`")

@@ -19,7 +19,6 @@ REQUIRED, OPTIONAL = (
 CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
 # Names of fields that contain a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation")
-# Labels of answers, by their text.
 LABELS = {"true": True, "false": False, "1": True, "0": False}
 ONE_RECORD_PER_LINE = "write one record per line"
 SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + completion | text"
@@ -206,11 +205,11 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
     setting = f"{label}.template={to_text(source.template)}"
     try:
         texts = [source.template, source.template_without_input or ""]
-        parts = [part for text in texts for part in string.Formatter().parse(text) if part[1] is not None]
+        parts = [(name, style or kind) for text in texts for _, name, style, kind in string.Formatter().parse(text)]
     except ValueError as error:
         raise UserError(f"{setting}: {error}; write literal braces twice, as {{{{ or }}}}") from None
-    placeholders = [name for _, name, _, _ in parts]
-    if not placeholders or any(layout or conversion for _, _, layout, conversion in parts):
+    placeholders = [name for name, _ in parts if name is not None]
+    if not placeholders or any(style for _, style in parts):
         raise UserError(f"{setting}: must contain fields, such as {{question}}, without formats; fix it")
     names = {name: source.fields.get(name, name) for name in placeholders}
     if source.template_without_input:

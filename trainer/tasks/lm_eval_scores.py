@@ -57,7 +57,7 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
         if name not in files and not manager.match_tasks([name]):
             raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; use a task that `lm-eval ls tasks` lists")
         try:
-            task = load_yaml(str(Path(name).absolute()), resolve_func=True) if name in files else name
+            task: Any = load_yaml(str(Path(name).absolute()), resolve_func=True) if name in files else name
             if name in files and not task.keys() & {"dataset_path", "custom_dataset"}:
                 raise ValueError("it has no dataset_path")
             with _hide_progress(), _use_lm_eval_seeds():

@@ -296,10 +296,9 @@ def check_answers(
             check_labels(part, label)
         if part.pairs < part.documents:
             wanted = "unpaired" if expected == LABELED else "preference"
-            fix = "fix or remove them" if part.pairs else f"set {label}.format: {wanted} if they have these fields"
             raise UserError(
                 f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are not "
-                f"{expected}; {fix}, or use task: language"
+                f"{expected}; fix or remove them, set {label}.format: {wanted}, or use task: language"
             )
 
 
