@@ -308,8 +308,8 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
         lines = [json.dumps(each | {"margin": margin}) + "\n" for each in records]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     for file, message in {
-        "chats": "task=reward: 4 of 4 records of dataset are not pairs of a chosen and a rejected answer; fix or remove "
-        "them, set dataset.format: preference, or use task: language",
+        "chats": "task=reward: 4 of 4 records of dataset are not pairs of a chosen and a rejected answer; "
+        "fix or remove them, set dataset.format: preference, or use task: language",
         "answers": "task=reward: 4 records of dataset are labeled answers, not pairs",
         "margins": "record 1: margin=high: must be a number of at most 1,000,000; fix it",
         "huge": "record 1: margin=1e+300: must be a number of at most 1,000,000; fix it, or remove the field",
