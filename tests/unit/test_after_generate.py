@@ -271,8 +271,8 @@ def test_a_file_without_a_prompt_is_one_line(
 
 def test_a_missing_file_of_sample_prompts_is_reported(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("red cat\n")
-    texts = ["Summarize notes.md", "", str(tmp_path / "p.txt")]
-    assert list(read_sample_prompts(texts)) == ["Summarize notes.md", "", "red cat"]
+    texts = ["Summarize notes.md", str(tmp_path / "p.txt")]
+    assert list(read_sample_prompts(texts)) == ["Summarize notes.md", "red cat"]
     with pytest.raises(UserError, match=r"^logging\.sample_prompts=nope\.jsonl: no such file or folder"):
         list(read_sample_prompts(["nope.jsonl"]))
 

@@ -117,7 +117,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "gone.json"},
-        "evaluation.json_schema=gone.json: cannot be used (",
+        "evaluation.json_schema=gone.json: no such file; use a file with a JSON schema",
+    ),
+    "looping schema": (
+        {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "loop.json"},
+        "evaluation.json_schema=loop.json: loop.json is a symlink to loop.json, which leads back to it; use a file",
+    ),
+    "no kind of schema": (
+        {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "type.json"},
+        "evaluation.json_schema=type.json: 'objct' is not valid",
     ),
     "no function": (
         {"evaluation__metrics": ["mine.py:gone"]},
@@ -162,6 +170,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_ground(tmp_path_factory.mktemp("answers"))
     (folder / "mine.py").write_text(FUNCTIONS)
     (folder / "exits.py").write_text("raise SystemExit(3)")
+    (folder / "type.json").write_text('{"type": "objct"}')
+    (folder / "loop.json").symlink_to("loop.json")
     return folder
 
 

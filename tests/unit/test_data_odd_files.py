@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a cut parquet file": (
         "a.parquet",
         b"PAR1" + b"x" * 50,
-        ("dataset.path=a.parquet: cannot be read as parquet", "copy it again"),
+        ("dataset.path=a.parquet: a.parquet is truncated or not Parquet; copy or rename it",),
     ),
     "a row too long": (
         "a.csv",
@@ -268,12 +268,29 @@ def test_what_is_no_file_in_a_folder(streaming: bool) -> None:
     write("folder/b.jsonl", LINE)
     file = Path("folder/a.jsonl")
     file.symlink_to("missing.jsonl")
-    with pytest.raises(UserError, match=r"dataset.path=folder: a.jsonl is a broken link; fix or remove it"):
+    with pytest.raises(
+        UserError, match=r"folder: .*a.jsonl is a symlink to missing.jsonl, which does not exist; replace"
+    ):
         read("folder", streaming=streaming)
     assert len(read("folder", streaming=streaming, data_files=["b.jsonl"])) == 1
     file.unlink()
+    file.symlink_to("a.jsonl")
+    with pytest.raises(UserError, match=r"folder: .*a.jsonl is a symlink to a.jsonl, which leads back to it; replace"):
+        read("folder", streaming=streaming)
+    file.unlink()
     os.mkfifo(file)
     with pytest.raises(UserError, match=r"dataset.path=folder: a.jsonl is a pipe, socket or device; replace or"):
+        read("folder", streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parquet_files_with_other_columns(streaming: bool) -> None:
+    Path("folder").mkdir()
+    datasets.Dataset.from_list([PAIR]).to_parquet("folder/a.parquet")
+    datasets.Dataset.from_list([{"prompt": "p"}]).to_parquet("folder/b.parquet")
+    assert len(read("folder", streaming=streaming)) == 2
+    datasets.Dataset.from_list([{"prompt": "p", "id": 1}]).to_parquet("folder/c.parquet")
+    with pytest.raises(UserError, match=r"folder: c.parquet has id, but a.parquet has only prompt, completion; use"):
         read("folder", streaming=streaming)
 
 

@@ -227,12 +227,17 @@ RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a format in a template": (
         '{"q": "a", "completion": "b"}',
         {"template": "{q:d}"},
-        "the template cannot be filled (Unknown format",
+        "dataset.template={q:d}: must contain fields, such as {question}, without formats; fix it",
     ),
     "a conversion in a template": (
         '{"q": "a", "completion": "b"}',
         {"template": "{q!z}"},
-        "write fields as {name}",
+        "dataset.template={q!z}: must contain fields",
+    ),
+    "a template without fields": (
+        '{"q": "a", "completion": "b"}',
+        {"template": "hello"},
+        "dataset.template=hello: must contain fields",
     ),
     "a format that is another": (json.dumps({"messages": TURNS}), {"format": "alpaca"}, "set dataset.format: auto"),
     "a role that is none": (

@@ -147,6 +147,14 @@ def test_every_form_of_labeled_answers_is_read(ground: Path, form: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(("good", "bad"), [(1, 0), ("True", "FALSE"), (" 1", "0"), ("true", "false")])
+def test_labels_may_be_numbers_or_text(ground: Path, good: object, bad: object) -> None:
+    rows = rows_of(ground, GOOD | {"label": good}, BAD | {"label": bad}, dataset__format="unpaired")
+    assert [is_good for _, _, is_good in rows] == [True, False]
+    if str(good).isalpha():  # 1 and 0 may be classes
+        assert rows_of(ground, GOOD | {"label": good}, BAD | {"label": bad}) == rows
+
+
 def test_pairs_give_two_labeled_answers(ground: Path) -> None:
     pairs = [json.loads(line) for line in write_pairs(ground / "pairs.jsonl", 3).read_text().splitlines()]
     rows = rows_of(ground, *pairs, dataset__format="unpaired")
@@ -168,6 +176,8 @@ def test_labeled_answers_are_no_language_data(ground: Path) -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no label": (GOOD | {"label": None}, "record 2: label is missing"),
+    "another label": (GOOD | {"label": "good"}, "record 2: label=good: must be true or false, or 1 or 0; set it"),
+    "a number": (GOOD | {"label": 2}, "record 2: label=2: must be true or false"),
     "no answer": (GOOD | {"completion": " "}, "record 2: completion is empty"),
     "no prompt": (GOOD | {"prompt": ""}, "record 2: the prompt is empty"),
 }

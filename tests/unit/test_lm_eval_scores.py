@@ -208,8 +208,10 @@ def test_every_rank_computes_as_many_batches_and_all_are_computed(batches: int, 
 
 BAD_TASKS = {
     "gone.yaml": "--tasks=gone.yaml: no such file; use an existing YAML file or the name of a task",
-    "broken.yaml": "--tasks=broken.yaml: lm-eval cannot load it (",
-    "no-data.yaml": "--tasks=no-data.yaml: lm-eval cannot load it (FileNotFoundError: ",
+    "broken.yaml": "--tasks=broken.yaml: line 2 is not YAML (",
+    "list.yaml": "--tasks=list.yaml: lm-eval cannot load it (Expected YAML dict from ",
+    "empty.yaml": "--tasks=empty.yaml: lm-eval cannot load it (it has no dataset_path); check the task",
+    "no-data.yaml": "--tasks=no-data.yaml: lm-eval cannot load it (",
 }
 
 
@@ -221,6 +223,8 @@ def test_a_task_that_cannot_be_loaded_is_reported(
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     Path("broken.yaml").write_text("task: [\n")
+    Path("list.yaml").write_text("- task\n")
+    Path("empty.yaml").write_text("task: mine\n")
     Path("no-data.yaml").write_text(Path(write_tasks(tmp_path)[1]).read_text().replace("task-test", "missing"))
     assert evaluate.main([str(run_dir), "--tasks", name]) == 2
     said = capsys.readouterr().err

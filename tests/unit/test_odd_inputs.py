@@ -22,6 +22,7 @@ from launcher.status import describe_run
 from launcher.targets.slurm import read_allocation
 from tests.families import save_family
 from tests.runs_in_process import make_ground, train
+from tests.tiny import CHATML
 from tests.unit.test_after_run import make_run
 from tests.vision import make_vision_model
 from trainer.checkpoint.base_fingerprint import find_changed_part, fingerprint_base
@@ -331,7 +332,7 @@ def test_labels_that_are_numbers_are_named(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     (ground / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": 1}\n' * 2)
     words = [f"dataset.path={ground / 'kto.jsonl'}", "task=preference", "preference.loss=kto"]
-    with pytest.raises(UserError, match="2 of 2 records of dataset are not answers labeled true or false"):
+    with pytest.raises(UserError, match=r"2 of 2 .* not answers labeled true or false .* set dataset.format: unpaired"):
         prepare(load_config(ground / "base.yaml", words).config)
 
 
@@ -639,7 +640,7 @@ def test_warnings_of_adapters_are_shown(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     (ground / "model" / "chat_template.jinja").write_text("{{ bad")
-    with pytest.raises(UserError, match=r"^chat template {{ bad: cannot be rendered"):
+    with pytest.raises(UserError, match=r"^the tokenizer's chat template: cannot be rendered \(line 1: "):
         prepare(load_config(ground / "base.yaml").config)
     file = ground / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": -1}))
@@ -734,7 +735,21 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
     [
         (
             ["dataset.chat_template={{ 1/0 }}"],
-            r"^chat template {{ 1/0 }}: cannot be rendered .* set another",
+            r"^dataset.chat_template={{ 1/0 }}: cannot be rendered \(division by zero\); .* set another",
+        ),
+        (
+            ["dataset.chat_template={broken}"],
+            r"^dataset.chat_template=[^ ]*broken.jinja: cannot be rendered \(line 2: [^\n]*\); fix the template",
+        ),
+        (
+            ["dataset.chat_template={no_system}", "dataset.system_prompt=Hi"],
+            r"record 1: the chat template rejects it \(no system turns\); remove dataset.system_prompt, or fix the",
+        ),
+        (["logging.sample_prompts=['']"], r"^logging.sample_prompts='': is empty; write a prompt"),
+        (["logging.sample_prompts=[{empty}.txt]"], r"^logging.sample_prompts=.*jinja.txt: contains no prompt"),
+        (
+            ["logging.sample_prompts=[" + "red " * 300 + "]"],
+            r"^logging.sample_prompts=red red .* red: the prompt has \d+ tokens, but the context holds 256; shorten it",
         ),
         (["dataset.chat_template={empty}"], r"empty.jinja: the file is empty; write a template into it"),
         (["dataset.min_pixels=999999999"], r"^dataset.min_pixels=999999999: must be 50000000 or less"),
@@ -773,7 +788,7 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         ),
         (
             ["evaluation.metrics=json_schema", "evaluation.json_schema=gone.json", "dataset.val_split=4"],
-            r"gone.json: cannot be used \(No such file or directory\); use a file with",
+            r"gone.json: no such file; use a file with",
         ),
         (["output_dir=ftp://none.invalid/x"], r"^output_dir=ftp://none.invalid/x: cannot be accessed"),
         (
@@ -792,9 +807,14 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
 def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_path: Path) -> None:
     ground = make_ground(tmp_path)
     empty = ground / "empty.jinja"
-    empty.write_text("\n")
+    for file in (empty, ground / "empty.jinja.txt"):
+        file.write_text("\n")
+    (ground / "broken.jinja").write_text("\n{% for m in messages %}{{ m.content }}")
+    refuse_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    (ground / "no_system.jinja").write_text(refuse_system + CHATML)
     with pytest.raises(UserError, match=line):
         words = [word.replace("{empty}", str(empty)) for word in words]
+        words = [re.sub(r"{(broken|no_system)}", rf"{ground}/\1.jinja", word) for word in words]
         prepare(load_config(ground / "base.yaml", words).config)
 
 
@@ -811,6 +831,12 @@ def test_settings_are_named_with_value_and_fix(words: list[str], line: str, tmp_
             "d.jsonl",
             b'{"messages": ["a", {"role": "user", "content": "b"}]}\n',
             "record 1, turn 1: is a string; write a record",
+        ),
+        ("d.parquet", b"prompt,completion\n", "d.parquet: d.parquet is truncated or not Parquet; copy or rename it"),
+        (
+            "d.jsonl",
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}\n',
+            "turn 2: the assistant turn has no content; add the field",
         ),
         ("d.jsonl", b'{"text ": "a"}\n', "the records have 'text ', not messages"),
         ("d.csv", b"a,\n1,2\n", "the CSV file, which does not name column 2), not messages"),

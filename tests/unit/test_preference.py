@@ -313,6 +313,12 @@ def test_turns_with_names_of_their_own(ground: Path) -> None:
     assert not any("not used" in line for line in lines)
 
 
+def test_messages_next_to_conversations_may_be_one_of_them(ground: Path) -> None:
+    record, expected = FORMS["conversations next to their prompt"]
+    documents, _, tokenizer = pairs_of(ground, record | {"messages": record["chosen"]}, dataset__format="preference")
+    assert [trained_text(document, tokenizer)[1] for document in documents] == list(expected[1:])
+
+
 def test_unread_fields_are_listed(ground: Path) -> None:
     _, lines, _ = pairs_of(ground, FORMS["conversations next to their prompt"][0])
     assert any("unused fields" in line and "score_chosen" in line for line in lines)
@@ -344,6 +350,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "another prompt": (
         {"prompt": "dog", "chosen": [ASK, said("assistant", "a")], "rejected": [ASK, said("assistant", "b")]},
         "record 2: prompt differs from the prompt in chosen and rejected",
+    ),
+    "a prompt that ends with an answer": (
+        {"prompt": [ASK, said("assistant", "a")], "chosen": "b", "rejected": "c"},
+        "record 2: the prompt ends with an answer, which chosen and rejected would follow; remove its last turn",
     ),
     "another prompt in turns": (
         {"prompt": [said("user", "dog")], "chosen": [ASK, said("assistant", "a")],

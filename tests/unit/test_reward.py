@@ -1,6 +1,7 @@
 """Reward models agree with plain PEFT, resume to the bit, and load through PEFT; mistakes have one line."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,9 @@ def test_margins_are_read_from_the_records(ground: Path, tmp_path: Path) -> None
         "dataset__path": str(path),
         "dataset__fields": {"margin": "gap", "chosen": "chosen", "rejected": "rejected"},
     }
-    for changes in ({}, named):
+    path = tmp_path / "text.jsonl"  # as in CSV
+    path.write_text(re.sub(r'"margin": ([-0-9.]+)', r'"margin": "\1"', (ground / "train.jsonl").read_text()))
+    for changes in ({}, named, {"dataset__path": str(path)}):
         for packing in (False, True):
             samples = prepare(configure(ground, **(REWARD | changes | {"dataset__packing": packing}))).data.train
             assert isinstance(samples, Samples)
@@ -301,13 +304,14 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 4)
     write_answers(tmp_path / "answers.jsonl", 4)
     records = [json.loads(line) for line in (ground / "train.jsonl").read_text().splitlines()]
-    for name, margin in (("margins", "0.5"), ("huge", 1e300)):
+    for name, margin in (("margins", "high"), ("huge", 1e300)):
         lines = [json.dumps(each | {"margin": margin}) + "\n" for each in records]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     for file, message in {
-        "chats": "task=reward: 4 of 4 records of dataset are not pairs of a chosen and a rejected answer",
+        "chats": "task=reward: 4 of 4 records of dataset are not pairs of a chosen and a rejected answer; "
+        "fix or remove them, set dataset.format: preference, or use task: language",
         "answers": "task=reward: 4 records of dataset are labeled answers, not pairs",
-        "margins": "record 1: margin=0.5: must be a number of at most 1,000,000, not a string; fix it",
+        "margins": "record 1: margin=high: must be a number of at most 1,000,000; fix it",
         "huge": "record 1: margin=1e+300: must be a number of at most 1,000,000; fix it, or remove the field",
     }.items():
         with pytest.raises(UserError) as error:

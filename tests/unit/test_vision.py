@@ -325,6 +325,9 @@ def test_images_for_a_text_model_are_refused(root: Path, tmp_path: Path) -> None
     config = run_config(root, "gemma3", dataset__path=str(file), base_model=str(tmp_path / "text"))
     with pytest.raises(UserError, match="record 1: has images, but image input is not supported for this model"):
         prepare(config)
+    write_records(tmp_path / "a.jsonl", {"messages": turns("<image>?"), "images": ["missing.png"]})
+    with pytest.raises(UserError, match="record 1: has images, but image input is not supported for this model"):
+        prepare(config)
 
 
 @pytest.mark.parametrize(

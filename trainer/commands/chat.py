@@ -20,7 +20,7 @@ from trainer.commands.generate import (
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.vision import PromptImages
-from trainer.model.answers import encode_prompt
+from trainer.model.answers import check_prompt_length, encode_prompt
 from trainer.model.base import get_context_length
 
 HELP = """/new    start over
@@ -63,8 +63,7 @@ class Conversation:
             if row.shape[1] + room <= context_length or len(recent) == 1:
                 break
             recent = recent[2:]
-        if row.shape[1] >= context_length:
-            raise UserError(f"the turn has {row.shape[1]} tokens, but the context holds {context_length}; shorten it")
+        check_prompt_length(row, context_length)
         if self.prompt_format is None and len(recent) < len(turns):
             print(f"note: the first {len(turns) - len(recent)} turns no longer fit in the context", file=sys.stderr)
         return row, images

@@ -39,7 +39,7 @@ from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import Conversation
 from trainer.data.vision import PromptImages
-from trainer.model.answers import GREEDY, encode_prompt, generate_texts
+from trainer.model.answers import GREEDY, check_prompt_length, encode_prompt, generate_texts
 from trainer.model.base import get_context_length
 from trainer.model.image_reader import load_image_reader, read_prompt_images
 from trainer.patches.fused_lora import fuse_layers
@@ -120,20 +120,16 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, with_base: bool) -> 
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], context_length: int | None, failed: list[str]
+    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], failed: list[str]
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
     """Yield each prompt with its token IDs [1, T].
 
-    A prompt that cannot be encoded or fills the context is printed to stderr and appended to `failed`. If it is
-    the only prompt in a list, raises UserError instead.
+    A prompt that cannot be encoded is printed to stderr and appended to `failed`. If it is the only prompt in a list,
+    raises UserError instead.
     """
     for prompt in map(replace_invalid_unicode, prompts):
         try:
-            row = encode(prompt)
-            if context_length is not None and row.shape[1] >= context_length:
-                problem = f"the prompt has {row.shape[1]} tokens, but the context holds {context_length}; shorten it"
-                raise UserError(problem)
-            yield prompt, row
+            yield prompt, encode(prompt)
         except UserError as error:
             if isinstance(prompts, list) and len(prompts) == 1:
                 raise
@@ -213,13 +209,13 @@ def replace_invalid_unicode(prompt: Prompt) -> Prompt:
 
 
 def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
-    longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
-    help_ = f"maximum length of an answer in tokens (default: {longest})"
+    help_ = f"maximum length of an answer in tokens (default: {default.max_new_tokens})"
+    longest = default.max_new_tokens
     parser.add_argument("--max-new-tokens", type=parse_positive_int, default=longest, metavar="N", help=help_)
-    help_ = f"sampling temperature; 0: greedy (default: {temperature:g})"
-    parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=help_)
-    help_ = f"nucleus sampling: sample from the most likely tokens with total probability P (default: {top_p})"
-    parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
+    help_ = f"sampling temperature; 0: greedy (default: {default.temperature:g})"
+    parser.add_argument("--temperature", type=float, default=default.temperature, metavar="T", help=help_)
+    help_ = f"nucleus sampling: sample from the most likely tokens with total probability P (default: {default.top_p})"
+    parser.add_argument("--top-p", type=float, default=default.top_p, metavar="P", help=help_)
     parser.add_argument("--system", metavar="TEXT", help="system prompt (default: the run's dataset.system_prompt)")
     help_ = "image shown before the prompt, for vision-language models; may be repeated"
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=help_)
@@ -259,8 +255,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse_arguments(argv)
     silence_libraries()
     listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
-    if arguments.file is not None and not listed:
-        raise UserError(f"--prompts={arguments.file}: contains no prompt; write one per line")
     model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, with_base=arguments.base)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []
@@ -268,9 +262,11 @@ def main(argv: list[str] | None = None) -> None:
     def encode(prompt: Prompt) -> torch.Tensor:
         if arguments.image:
             prompt = [{"role": "user", "content": IMAGE_MARKER * len(arguments.image) + str(prompt)}]
-        return encode_prompt(tokenizer, section, prompt, prompt_format, images)
+        row = encode_prompt(tokenizer, section, prompt, prompt_format, images)
+        check_prompt_length(row, get_context_length(model.config))
+        return row
 
-    rows = encode_prompts(prompts, encode, get_context_length(model.config), failed)
+    rows = encode_prompts(prompts, encode, failed)
     console = Console()
     # Stream to a terminal; write complete answers to a pipe.
     is_streaming = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()

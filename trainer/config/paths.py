@@ -89,6 +89,8 @@ def _expand_output(text: str) -> str:
 def _expand_local(text: str) -> str:
     if "://" in text:
         raise ValueError("is a URL; use a folder on this machine")
+    if not text.strip():
+        raise ValueError("is empty; use a folder")
     return expand_path(text)
 
 

@@ -28,7 +28,7 @@ from trainer.data.streams import inspect_stream, stream_samples
 from trainer.data.vision import ImageReader
 
 # Part of every cache key: increment it when a code change produces different documents from the same input.
-CACHE_FORMAT = 10
+CACHE_FORMAT = 11
 # Minimum fraction of a mixed stream's documents that each source must provide.
 MIN_SOURCE_FRACTION = 1e-6
 

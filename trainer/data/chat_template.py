@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -61,10 +61,13 @@ def _limit_rendering() -> Iterator[None]:
 class ChatTemplate:
     """Renders conversations with one template, and finds the tokens that begin and end answers.
 
-    Raises UserError if the template does not compile, or cannot render a question and an answer.
+    `setting` is the value of `dataset.chat_template`, if that is where the template is from. Raises UserError if the
+    template does not compile, or cannot render a question and an answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, source: str, variables: Mapping[str, Any], setting: str | None = None
+    ) -> None:
         self._tokenizer, self.source, self._variables = tokenizer, source, dict(variables)
         self._prompts: dict[tuple[str, bool, str | None], str | None] = {}
         self._list_content_roles: frozenset[str] = frozenset()
@@ -81,7 +84,8 @@ class ChatTemplate:
             self._detect_list_content_roles()
             self._detect_call_format()
         except (TemplateError, RenderError) as error:
-            problem = f"chat template {to_text(source)}: cannot be rendered ({error})"
+            name = "the tokenizer's chat template" if setting is None else f"dataset.chat_template={to_text(setting)}"
+            problem = f"{name}: cannot be rendered ({error})"
             raise UserError(f"{problem}; fix the template, or set another one in dataset.chat_template") from None
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None = None, **extra_variables: Any) -> str:
@@ -118,7 +122,8 @@ class ChatTemplate:
             with _limit_rendering():
                 return str(render_jinja_template([adapted], chat_template=source, **variables)[0][0])
         except Exception as error:  # a template is user code and may raise anything
-            raise RenderError(f"{error}" or type(error).__name__) from None
+            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            raise RenderError(f"{line}{error}" or type(error).__name__) from None
 
     def _adapt_message(self, message: Message) -> Message:
         adapted = dict(message)

@@ -68,9 +68,8 @@ def render_prompt(
         raise UserError("the conversation has tools, which the chat template does not support; remove the tools")
     chat = prepend_system_message([dict(message) for message in messages], section.system_prompt)
     try:
-        return ChatTemplate(tokenizer, source, build_template_variables(section)).render(
-            chat, tools, add_generation_prompt=True
-        )
+        template = ChatTemplate(tokenizer, source, build_template_variables(section), section.chat_template)
+        return template.render(chat, tools, add_generation_prompt=True)
     except RenderError as error:
         raise UserError(f"the chat template rejects the conversation ({error}); change its turns") from None
 
@@ -102,6 +101,7 @@ class ChatEncoder:
         *,
         mask_reasoning: bool = False,
         image_reader: ImageReader | None = None,
+        setting: str | None = None,
     ) -> None:
         self.tokenizer, self._mask_thoughts, self._images = tokenizer, mask_reasoning, image_reader
         self.train_on = frozenset(train_on)
@@ -109,7 +109,7 @@ class ChatEncoder:
         sources = (template, tool_template or template)
         self.template = template if len(set(sources)) == 1 else sources
         _check_variables(variables or {}, sources)
-        templates = {source: ChatTemplate(tokenizer, source, variables or {}) for source in dict.fromkeys(sources)}
+        templates = {each: ChatTemplate(tokenizer, each, variables or {}, setting) for each in dict.fromkeys(sources)}
         self._templates = tuple(templates[source] for source in sources)
 
     def encode(self, conversations: Sequence[Conversation], origins: Sequence[str]) -> list[EncodedDocument]:
@@ -140,7 +140,8 @@ class ChatEncoder:
             if self._images is not None:
                 rendered.insert_images(self._images, conversation.images)
         except RenderError as error:
-            raise UserError(f"{origin}: the chat template rejects it ({error}); fix or remove the record") from None
+            fix = "remove dataset.system_prompt, or fix" if messages[0][TURN_KEY] else "fix or remove"
+            raise UserError(f"{origin}: the chat template rejects it ({error}); {fix} the record") from None
         return rendered
 
 

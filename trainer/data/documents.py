@@ -86,6 +86,7 @@ class DocumentEncoder:
                 for_tools,
                 mask_reasoning=section.thinking == "mask",
                 image_reader=image_reader,
+                setting=section.chat_template,
             )
         self.system_prompt = section.system_prompt
         self.skips_bad_records = section.on_bad_record == "skip"
@@ -109,7 +110,8 @@ class DocumentEncoder:
         # The first record may lack a field that decides the format, such as a label.
         first = {name: value for record in reversed(records) for name, value in record.items() if value is not None}
         fields = dict.fromkeys(name for record in records for name in record)
-        return detect_format(source, list(fields), first, label, has_chat_template=self.chat is not None), first
+        fmt = detect_format(source, list(fields), first, label, has_chat_template=self.chat is not None)
+        return replace(fmt, supports_images=self.images is not None), first
 
     def encode_rows(
         self, rows: Sequence[Mapping[str, Any]], first_index: int, fmt: RecordFormat, label: str
@@ -147,14 +149,16 @@ class DocumentEncoder:
             for each in example if isinstance(example, list) else [example]:
                 examples.append(self._apply_settings(each))
                 example_origins.append(origin)
-                self._check_images(examples[-1], origin)
         for example, document, continued in self._split(examples, self.encode_examples(examples, example_origins)):
             for name, value in self._build_row(example, document, continued).items():
                 columns[name].append(value)
         return columns
 
     def _build_row(self, example: Example, document: EncodedDocument, continued: bool) -> dict[str, Any]:
-        sides = _list_sides(example)
+        if isinstance(example, Pair):
+            sides = [example.chosen, example.rejected]
+        else:
+            sides = [example.answer if isinstance(example, LabeledAnswer) else example]
         answers = [answer for side in sides for answer in flag_nonempty_answers(side, self.train_on)]
         turns = [turn for side in sides if isinstance(side, Conversation) for turn in side.messages]
         weights = document.loss_weights[: self.max_length]
@@ -185,15 +189,6 @@ class DocumentEncoder:
             "control": any(self._special.search(str(turn["content"])) for turn in turns),
             "problem": None,
         }
-
-    def _check_images(self, example: Example, origin: str) -> None:
-        """Raise UserError if a pair's answers have different images, or if the model does not support image input."""
-        images = {side.images for side in _list_sides(example) if isinstance(side, Conversation)}
-        if any(images) and self.images is None:
-            fix = "use a model listed in docs/reference/vision-models.md and install its package, or remove the images"
-            raise UserError(f"{origin}: has images, but image input is not supported for this model; {fix}")
-        if len(images) > 1:
-            raise UserError(f"{origin}: chosen and rejected have different images; keep only the prompt's images")
 
     def _apply_settings(self, example: Example) -> Any:
         """Strip reasoning from conversations, and train only on their last answer, as configured."""
@@ -293,12 +288,6 @@ class DocumentEncoder:
             documents = encode_texts(self.tokenizer, list(texts.values()), self.train_on, [origins[at] for at in texts])
             encoded.update(zip(texts, documents, strict=True))
         return [encoded[at] for at in range(len(examples))]
-
-
-def _list_sides(example: Example) -> list[Conversation | PlainText]:
-    if isinstance(example, Pair):
-        return [example.chosen, example.rejected]
-    return [example.answer if isinstance(example, LabeledAnswer) else example]
 
 
 @replaces("`os.environ` after `Dataset.map`")

@@ -19,6 +19,7 @@ REQUIRED, OPTIONAL = (
 CHOSEN, REJECTED = _TABLES["chosen"].split(), _TABLES["rejected"].split()
 # Names of fields that contain a list of turns.
 TURN_LISTS = ("messages", "conversations", "conversation")
+LABELS = {"true": True, "false": False, "1": True, "0": False}
 ONE_RECORD_PER_LINE = "write one record per line"
 SUPPORTED_FIELDS = "messages | conversations | instruction + output | prompt + completion | text"
 
@@ -37,6 +38,8 @@ class RecordFormat:
     note: str = field(default="", compare=False)
     folder: Path | None = field(default=None, compare=False)
     """Base folder for relative image paths."""
+    supports_images: bool = True
+    """Whether the model supports image input."""
 
 
 def detect_format(
@@ -51,7 +54,7 @@ def detect_format(
 
     Raises UserError if the fields match no format, or do not match the configured format.
     """
-    format_ = "custom" if source.format == "auto" and source.template else source.format
+    format_ = "custom" if source.format == "auto" and source.template is not None else source.format
     lists = [name for name, value in first_record.items() if isinstance(value, list) and {*map(type, value)} == {str}]
     if lists and len(lists) == len(first_record) and not {*lists} & {*TURN_LISTS}:
         where = f"{label}.path={to_text(source.path)}, record 1"
@@ -104,7 +107,9 @@ def _detect_from_fields(
     if configured or not source.fields:
         if names := _find_preference_names(present, first_record, label, configured=configured):
             return build_format(PREFERENCE, names)
-    if isinstance(first_record.get(present.get("label", "")), bool) and present.keys() & {
+    # Labels 1 and 0 may also be classes.
+    answer_label = str(first_record.get(present.get("label", ""))).strip().lower()
+    if answer_label in LABELS and not answer_label.isdigit() and present.keys() & {
         "completion", "messages", "conversations", "output",
     }:  # fmt: skip
         return build_format(UNPAIRED, {"label": present["label"]})
@@ -200,9 +205,12 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
     setting = f"{label}.template={to_text(source.template)}"
     try:
         texts = [source.template, source.template_without_input or ""]
-        placeholders = [name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        parts = [(name, style or kind) for text in texts for _, name, style, kind in string.Formatter().parse(text)]
     except ValueError as error:
         raise UserError(f"{setting}: {error}; write literal braces twice, as {{{{ or }}}}") from None
+    placeholders = [name for name, _ in parts if name is not None]
+    if not placeholders or any(style for _, style in parts):
+        raise UserError(f"{setting}: must contain fields, such as {{question}}, without formats; fix it")
     names = {name: source.fields.get(name, name) for name in placeholders}
     if source.template_without_input:
         names.setdefault("input", source.fields.get("input", "input"))

@@ -36,7 +36,7 @@ class ImageParts:
     def __init__(self, record: Mapping[str, Any], fmt: RecordFormat) -> None:
         names = (fmt.names.get("images", "images"), "image")
         self._record, self._name = record, next((name for name in names if name in record), None)
-        self._folder = fmt.folder
+        self._folder, self._is_supported = fmt.folder, fmt.supports_images
         self._values = list[Any]()
         """The image for each placeholder; None if the image is in the record's list of images."""
 
@@ -54,7 +54,7 @@ class ImageParts:
     def encode_images(self, origin: str) -> tuple[bytes, ...]:
         """Return each image's bytes or file reference (see `encode_image`), in order.
 
-        Raises UserError if the record has more or fewer images than placeholders, or if an image is missing.
+        Raises UserError if the model does not support images, or if the record has more or fewer than placeholders.
         """
         count, images = self._values.count(None), list[Any]()
         if self._name is not None and (count or self._name != "image"):
@@ -63,6 +63,9 @@ class ImageParts:
                 with suppress(ValueError):
                     value = json.loads(value)
             images = value if isinstance(value, list) else [] if value is None else [value]
+        if not self._is_supported and (images or self._values):
+            fix = "use a model listed in docs/reference/vision-models.md and install its package, or remove the images"
+            raise UserError(f"{origin}: has images, but image input is not supported for this model; {fix}")
         if count != len(images):
             raise UserError(
                 f"{origin}: has {format_count(len(images), 'image')}, but {count} "

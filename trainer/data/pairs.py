@@ -1,13 +1,14 @@
 """Preference data: a chosen (better) and a rejected (worse) answer to the same prompt, as two documents in one row."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from trainer.config import UserError
 from trainer.config.errors import to_text
-from trainer.data.formats import RecordFormat, describe_type
+from trainer.data.formats import LABELS, RecordFormat
 from trainer.data.records import (
     MASK_FIELDS,
     WEIGHT_FIELDS,
@@ -51,11 +52,17 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
     if type(answers[0]) is not type(answers[1]):
         raise UserError(f"{origin}: one of chosen and rejected is a string and the other a list; use one type for both")
     margin = fields.get(name := fmt.names["margin"]) or 0.0
+    with suppress(ValueError):  # a cell of a CSV file
+        margin = float(margin) if isinstance(margin, str) else margin
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN:
-        kind = f", not {describe_type(margin)}" if describe_type(margin) != "a number" else ""
-        problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}{kind}"
+        problem = f"must be a number of at most {LARGEST_MARGIN:,.0f}"
         raise UserError(f"{origin}: {name}={to_text(margin, 30)}: {problem}; fix it, or remove the field")
     prompt, is_chat = _read_prompt(fields, fmt, origin)
+    if isinstance(prompt, list) and prompt and _get_role(prompt[-1]) in ("assistant", "gpt"):
+        if not _is_conversation(answers[0]):
+            problem = "the prompt ends with an answer, which chosen and rejected would follow"
+            raise UserError(f"{origin}: {problem}; remove its last turn, or remove the record")
+        prompt = None  # one of both conversations, as in UltraFeedback
     if prompt in (None, []) or _is_conversation(answers[0]):
         field_prompt, prompt = prompt, _find_common_prefix(answers, origin)
         _check_prompt(field_prompt, prompt, origin)
@@ -66,6 +73,8 @@ def read_pair(record: Mapping[str, Any], fmt: RecordFormat, origin: str, system_
     for name, answer in zip(SIDES, answers, strict=True):
         side_fmt = replace(fmt, names={**fmt.names, "completion": fmt.names[name]})
         sides.append(_join_answer(system_prompt, prompt, answer, fields, side_fmt, origin, chat=is_chat))
+    if len({side.images for side in sides if isinstance(side, Conversation)}) > 1:
+        raise UserError(f"{origin}: chosen and rejected have different images; keep only the prompt's images")
     unused = dict.fromkeys([*fields.list_unused(), *sides[0].unused_fields, *sides[1].unused_fields])
     return Pair(sides[0], sides[1], float(margin), tuple(unused))
 
@@ -88,15 +97,15 @@ def read_unpaired(
     label, the prompt or the answer is missing.
     """
     fields, names = TrackedFields(record), fmt.names
-    label = fields.get(names["label"])
-    if label is None and record.get(names["chosen"]) is not None:
+    value = fields.get(names["label"])
+    if value is None and record.get(names["chosen"]) is not None:
         pair = read_pair(record, fmt, origin, system_prompt)
         rejected = LabeledAnswer(pair.rejected, False, is_second_answer=True)
         return [LabeledAnswer(pair.chosen, True, unused_fields=pair.unused_fields), rejected]
-    if not isinstance(label, bool):
-        problem = "missing" if label is None else f"{describe_type(label)}, not true or false"
+    if (label := LABELS.get(str(value).strip().lower())) is None:
+        problem = " is missing" if value is None else f"={to_text(value, 30)}: must be true or false, or 1 or 0"
         fix = "set it to true for a good answer, false for a bad one"
-        raise UserError(f"{origin}: {names['label']} is {problem}; {fix}")
+        raise UserError(f"{origin}: {names['label']}{problem}; {fix}")
     prompt, is_chat = _read_prompt(fields, fmt, origin)
     name = names["completion"] if names["completion"] in record else names["output"]
     if isinstance(prompt, list) and name not in record:
@@ -167,8 +176,11 @@ def _read_prompt(record: Mapping[str, Any], fmt: RecordFormat, origin: str) -> t
 
 def _is_conversation(answer: Any) -> bool:
     """Return whether an answer is a complete conversation, which begins with a question or a system prompt."""
-    first = answer[0] if isinstance(answer, list) and answer and isinstance(answer[0], Mapping) else {}
-    return first.get("role", first.get("from")) in ("system", "user", "human")
+    return isinstance(answer, list) and bool(answer) and _get_role(answer[0]) in ("system", "user", "human")
+
+
+def _get_role(turn: Any) -> Any:
+    return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
 
 
 def _find_common_prefix(answers: Sequence[Any], origin: str) -> Any:

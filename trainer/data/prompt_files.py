@@ -23,9 +23,11 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 
     `setting` is the option that contains `path`. Raises UserError for a file or record without a prompt.
     """
-    source = build_source(path, setting)
+    source, number = build_source(path, setting), 0
     for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
         yield _read_prompt(parse_row(row), describe_record(f"{setting}={path}", number, row))
+    if not number:
+        raise UserError(f"{setting}={path}: contains no prompt; write one per line")
 
 
 def read_sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
@@ -34,6 +36,8 @@ def read_sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
     A single word with the suffix of a data file is a file name. Raises UserError if the file does not exist.
     """
     for text in texts:
+        if not text.strip():
+            raise UserError(f"logging.sample_prompts={text!r}: is empty; write a prompt, or remove it")
         is_file = get_data_suffix(Path(text)) in READERS and (len(text.split()) == 1 or os.path.isfile(text))
         yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
 

@@ -156,10 +156,7 @@ def _fill_template(record: Mapping[str, Any], fmt: RecordFormat, origin: str, sy
     template = fmt.template
     if fmt.template_without_input is not None and not values["input"].strip():
         template = fmt.template_without_input
-    try:
-        prompt = template.format_map(values)
-    except (ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"{origin}: the template cannot be filled ({error}); write fields as {{name}}") from None
+    prompt = template.format_map(values)
     if "system" not in fmt.names:
         prompt = prepend_system_prompt(prompt, record, fmt, origin, system_prompt)
     return PlainText(prompt, _read_text(record, fmt.names["completion"], origin))
@@ -285,8 +282,9 @@ def _read_message(
     elif turn.get("function_call") and not calls:
         calls = [turn["function_call"]]
     if content is None and not calls:
-        others = join_names(key for key, value in turn.items() if value)
-        raise UserError(f"{origin}: the {role} turn has no {keys[1]}, but {others}; add the field, or remove the turn")
+        others = [key for key, value in turn.items() if value and key != keys[0]]
+        found = f", but {join_names(others)}" if others else ""
+        raise UserError(f"{origin}: the {role} turn has no {keys[1]}{found}; add the field, or remove the turn")
     message["content"] = images.replace_placeholders(_read_content(content, keys[1], origin, images))
     if role == "assistant" and IMAGE_MARKER in message["content"]:
         raise UserError(f"{origin}: an assistant turn has an image, but answers are text; move it to a user turn")
@@ -359,6 +357,10 @@ def _read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{origin}: tools must be a list of function definitions; write them in OpenAI's format")
+    for number, tool in enumerate(value, start=1):
+        function = tool.get("function", tool)
+        if not (isinstance(function, dict) and str(function.get("name") or "").strip()):
+            raise UserError(f"{origin}: tool {number} has no function.name; add it, with function.parameters")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 

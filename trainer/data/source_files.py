@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import find_nearest, to_text
-from trainer.config.files import UnreadableFileError, read_text
+from trainer.config.files import UnreadableFileError, describe_broken_link, read_text
 from trainer.config.paths import expand_path
 from trainer.config.yaml_core import read_yaml
 from trainer.data.text_files import get_data_suffix
@@ -108,8 +108,8 @@ def _select_named_files(source: SourceSection, path: Path, files: list[Path], la
 def _check_one_kind(files: list[Path], where: str) -> list[Path]:
     for file in files:
         if not file.is_file():
-            problem = "is a broken link; fix" if file.is_symlink() else "is a pipe, socket or device; replace"
-            raise UserError(f"{where}: {file.name} {problem} or remove it")
+            problem = describe_broken_link(file) or f"{file.name} is a pipe, socket or device"
+            raise UserError(f"{where}: {problem}; replace or remove it")
     readers = sorted({READERS[get_data_suffix(file)] for file in files})
     if len(readers) > 1:
         raise UserError(f"{where}: has files of several kinds ({', '.join(readers)}); use one file, or dataset.mix")

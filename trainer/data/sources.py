@@ -22,6 +22,7 @@ from trainer.config.paths import find_similar_path, is_remote
 from trainer.contract.known_versions import require
 from trainer.contract.object_store import fetch_data
 from trainer.data.built_folder import DISK_FULL
+from trainer.data.formats import join_names
 from trainer.data.source_files import READERS, describe_missing_split, describe_source, find_data_files
 from trainer.data.text_files import LFS_POINTER, RAW_COLUMNS, get_data_suffix, is_lfs_pointer, read_raw_records
 
@@ -140,12 +141,12 @@ def resolve_local_path(source: SourceSection, label: str) -> Path | None:
 def _check_missing_path(source: SourceSection, path: Path, where: str) -> None:
     """Raise UserError for a missing path, unless it may be a Hub ID."""
     assert source.path is not None
-    has_file_name = source.path.count("/") > 1 or get_data_suffix(path) in READERS
+    has_file_name = source.path.count("/") > 1 or get_data_suffix(path) in READERS or "[" in source.path
     if not (source.path.startswith(("/", "~", ".")) or has_file_name):
         return
     near = find_similar_path(path)
     hint = f"did you mean {near}?" if near else "use a file, a folder or the Hub ID of a dataset"
-    if "," in path.name or "*" in path.name:
+    if any(mark in source.path for mark in ",*["):
         hint = "use a folder with patterns in dataset.data_files, or several sources in dataset.mix"
     raise UserError(f"{where}: no such file or folder (searched for {path.absolute()}); {hint}")
 
@@ -177,6 +178,7 @@ def _read_files(
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         if kind == "parquet":
+            _check_parquet_files(files, where)
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
         arguments = {"files": names, "kind": kind, "where": where, "text_mode": source.text_mode}
         features = Features(dict.fromkeys(RAW_COLUMNS, Value("string")))
@@ -187,11 +189,25 @@ def _read_files(
             read_raw_records, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
     except _list_read_errors() as error:
-        if pointer := next(filter(is_lfs_pointer, files), None):
-            raise UserError(f"{where}: {pointer.name} {LFS_POINTER}") from None
         raise _build_read_error(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
+
+
+def _check_parquet_files(files: list[Path], where: str) -> None:
+    """Raise UserError if a file is not Parquet, or has a column that the first file lacks."""
+    from pyarrow.parquet import read_schema
+
+    names: list[list[str]] = []
+    for file in files:
+        try:
+            names.append(read_schema(file).names)
+        except (ValueError, OSError):
+            problem = LFS_POINTER if is_lfs_pointer(file) else "is truncated or not Parquet; copy or rename it"
+            raise UserError(f"{where}: {file.name} {problem}") from None
+        if others := set(names[-1]) - set(names[0]):
+            problem = f"has {join_names(sorted(others))}, but {files[0].name} has only {join_names(names[0])}"
+            raise UserError(f"{where}: {file.name} {problem}; use the same columns in all files, or dataset.mix")
 
 
 def _import_datasets() -> Any:

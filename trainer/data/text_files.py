@@ -242,6 +242,8 @@ def _read_csv_records(file: Path, where: str) -> Iterator[tuple[str, str]]:
             if (len(cells) < 2 and not "".join(cells).strip()) or (not names and cells[0] == "sep="):
                 continue
             if not names:
+                if cells[0].startswith(("{", "[")):
+                    raise UserError(f"{place} is JSON, not CSV; rename the file to end in .jsonl")
                 names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
                 if duplicates := sorted({name for name in names if names.count(name) > 1}):
                     raise UserError(f"{place} repeats the column {', '.join(duplicates)}; use different names")

@@ -78,6 +78,12 @@ def encode_prompt(
     return torch.tensor([ids if first_token is None or ids[0] == first_token else [first_token, *ids]])
 
 
+def check_prompt_length(ids: torch.Tensor, context_length: int | None) -> None:
+    """Raise UserError if a prompt [1, T] leaves no room for an answer."""
+    if context_length is not None and (count := ids.shape[1]) >= context_length:
+        raise UserError(f"the prompt has {count} tokens, but the context holds {context_length}; shorten it")
+
+
 def find_stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the stop tokens of the model, the tokenizer and the chat template.
 

@@ -13,11 +13,12 @@ from trainer.data.cache import PreparedData, prepare_data, prepare_reference
 from trainer.data.conversations import load_chat_template
 from trainer.data.grouping import DataStats
 from trainer.data.prepared import PreparedRun
-from trainer.data.prompt_files import read_sample_prompts
+from trainer.data.prompt_files import format_prompt, read_sample_prompts
 from trainer.data.samples import Samples
 from trainer.memory.decisions import Machine
 from trainer.memory.planner import Planner
 from trainer.model.adapter import check_added_tokens, list_bias_warnings, load_initial_adapter
+from trainer.model.answers import check_prompt_length, encode_prompt
 from trainer.model.base import (
     build_empty_model,
     check_weights,
@@ -83,6 +84,12 @@ def prepare_text_run(config: RunConfig, report: Callable[[str], None], files: Pr
     if config.evaluation.metrics:
         assert data.evaluation is not None
         AnswerMetrics(config.evaluation, data.evaluation, files.tokenizer)
+    for prompt in prompts:
+        try:
+            ids = encode_prompt(files.tokenizer, config.dataset, prompt, data.stats.prompt_text)
+            check_prompt_length(ids, files.context_length)
+        except UserError as error:
+            raise UserError(f"logging.sample_prompts={to_text(format_prompt(prompt))}: {error}") from None
     return replace(files, data=data, notes=notes, reference=reference, sample_prompts=prompts)
 
 

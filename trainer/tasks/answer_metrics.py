@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection
+from trainer.config.files import UnreadableFileError, read_json
 from trainer.data.samples import Sample, split_documents
 from trainer.model.answers import generate_greedy_answers
 from trainer.parallel.engine.protocol import Engine
@@ -134,11 +135,11 @@ def _build_json_schema_metric(path: Path) -> Metric:
     import jsonschema
 
     try:
-        schema = json.loads(path.read_bytes())
+        schema = read_json(path, dict[str, Any] | bool)
         kind = jsonschema.validators.validator_for(schema)
         kind.check_schema(schema)
-    except (OSError, ValueError, jsonschema.SchemaError) as error:
-        problem = f"cannot be used ({getattr(error, 'message', getattr(error, 'strerror', None) or error)})"
+    except (FileNotFoundError, UnreadableFileError, jsonschema.SchemaError) as error:
+        problem = getattr(error, "problem", getattr(error, "message", "no such file"))
         raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema") from None
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:

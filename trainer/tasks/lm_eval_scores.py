@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from yaml import MarkedYAMLError
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection, check_task_names
@@ -56,11 +57,16 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
         if name not in files and not manager.match_tasks([name]):
             raise UserError(f"evaluation.tasks={name}: not a task of lm-eval; use a task that `lm-eval ls tasks` lists")
         try:
-            absolute = str(Path(name).absolute())
+            task: Any = load_yaml(str(Path(name).absolute()), resolve_func=True) if name in files else name
+            if name in files and not task.keys() & {"dataset_path", "custom_dataset"}:
+                raise ValueError("it has no dataset_path")
             with _hide_progress(), _use_lm_eval_seeds():
-                task_set = manager.load([load_yaml(absolute, resolve_func=True)] if name in files else [name])
+                task_set = manager.load([task])
+        except MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise UserError(f"evaluation.tasks={name}: line {line} is not YAML ({error.problem}); fix it") from None
         except Exception as error:  # lm-eval and datasets may raise anything for a bad file
-            problem = f"lm-eval cannot load it ({type(error).__name__}: {error})"
+            problem = f"lm-eval cannot load it ({error or type(error).__name__})"
             raise UserError(f"evaluation.tasks={name}: {problem}; check the task and its data") from None
         for kind in loaded:
             loaded[kind] |= task_set[kind]

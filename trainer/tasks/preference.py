@@ -49,7 +49,7 @@ TOKEN_METRICS = ("entropy", "kl_bits")
 """Metrics averaged over the tokens of answers: the model's entropy in nats, as in TRL, and, if each step computes the
 reference from the head's input, its divergence from the reference in bits."""
 PAIRS = "pairs of a chosen and a rejected answer"
-LABELED = "answers labeled true or false (dataset.fields.label; not 1 or text, as in CSV)"
+LABELED = "answers labeled true or false (dataset.fields.label)"
 ScoredPairs = tuple[PairScores, torch.Tensor]  # the log-probabilities of a batch's pairs, and their losses [P]
 MAX_SEARCHED_DOCUMENTS = 1000
 """Number of documents searched for the report's examples of both labels."""
@@ -288,9 +288,10 @@ def check_answers(
         if part.pairs:
             check_labels(part, label)
         if part.pairs < part.documents:
+            wanted = "unpaired" if expected == LABELED else "preference"
             raise UserError(
                 f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are not "
-                f"{expected}; fix or remove them, or use task: language"
+                f"{expected}; fix or remove them, set {label}.format: {wanted}, or use task: language"
             )
 
 
