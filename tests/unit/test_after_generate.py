@@ -129,7 +129,7 @@ def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("num_return_sequences", 3, ""),
+        ("num_return_sequences", 3, r"Greedy methods .* \(got 3\)"),
         ("return_dict_in_generate", True, ""),
         ("stop_strings", ["cat"], ""),
         ("bad_words_ids", [[99_999]], r"^base_model=.*model: generation_config.json: .*\[99999\]; fix this key"),

@@ -144,7 +144,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         f"{key}={value}": (settings(**{key: value}), (f"config.json: {key}={value}: {problem}",))
         for key, value, problem in (
             ("num_attention_heads", 0, "must be above 0"),
-            ("head_dim", -16, "must be above 0"),
+            ("head_dim", -16, "must be 0 or more"),
             ("vocab_size", 384.0, "must be a whole number"),
             ("rms_norm_eps", -1.0, "must be above 0"),
             ("attention_dropout", 2.0, "must be below 1"),

@@ -70,7 +70,7 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "a group": (packed({"a": 5}), r"quantization_config.config_groups.a=5: must be a mapping;"),
     "weights of a group": (packed({"a": {"weights": 7}}), "quantization_config.config_groups.a.weights=7: "),
     "quantisation": (config(quantization_config=[1]), r"config.json: quantization_config=\[1\]: "),
-    "block": (fp8(weight_block_size=["a", 1]), "quantization_config.weight_block_size.0=a: "),
+    "block": (fp8(weight_block_size=["a", 1]), 'quantization_config.weight_block_size.0="a": '),
     "left out": (fp8(modules_to_not_convert=5), "quantization_config.modules_to_not_convert=5: "),
     "config in Latin-1": (write("config.json", b'{"a": "\xff"}'), "config.json: line 1: byte 0xff is not UTF-8"),
     "nested config": (write("config.json", f'{{"a": {DEEP}'), "config.json: is nested too deeply"),

@@ -61,9 +61,9 @@ class QuantizationKeys:
 Size = Annotated[StrictInt, Field(gt=0)]
 PositiveNumber = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 VALUES: dict[str, Any] = {
-    "(hidden|vocab)_size|head_dim|num_(attention_heads|key_value_heads|beams)": Size,
-    "intermediate_size|top_k|min_length|no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0)],
-    "max_position_embeddings": Size | Literal[-1],
+    "(hidden|vocab)_size|num_(attention_heads|key_value_heads|beams)": Size,
+    "intermediate_size|head_dim|top_k|min_length|no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0)],
+    "max_position_embeddings": PositiveNumber | Literal[-1],
     "(rms_|layer_)?norm_eps|layer_norm_epsilon": Annotated[PositiveNumber, Field(le=1)],
     "rope_theta|factor|repetition_penalty|model_max_length": PositiveNumber,
     "temperature": Annotated[float, Field(ge=0, strict=True)],
@@ -177,7 +177,7 @@ def _check_values(settings: dict[str, Any], section: str = "") -> None:
             _check_values(value, f"{section}{key}.")
         for pattern, type_ in VALUES.items() if not isinstance(value, dict | list | None) else ():
             if re.fullmatch(pattern, key):
-                check_type({f"{section}{key}": value}, Path("config.json"), dict[str, type_])
+                check_type({f"{section}{key}": value}, Path("config.json"), dict[str, type_])  # type: ignore[valid-type]
 
 
 def find_cached_file(name: str, file: str, revision: str | None) -> Path | None:
@@ -245,11 +245,11 @@ def _describe_config_fault(error: Exception, settings: str) -> str:
     reason = f"{unknown} is missing" if isinstance(error, KeyError) else _shorten_reason(error)
     text = re.sub(r"^Class .*?: \w+: |^Validation error for field '(\w+)': \w+(: )", r"\1\2", reason)
     text = text.replace("Padding_idx must be within num_embeddings", "pad_token_id: must be below vocab_size")
-    key, _, problem = text.partition(": ")
-    value = re.search(rf'"{re.escape(key)}": ("[^"]*"|\[.*?\]|[^,}}]+)', settings)
+    name, _, problem = text.partition(": ")
+    value = re.search(rf'"{re.escape(name)}": ("[^"]*"|\[.*?\]|[^,}}]+)', settings)
     if types := re.search(r"any type in \((.*?)\)\.|expected (\w+), got", problem):
         problem = "must be of type " + re.sub(r"<class '([\w.]+)'>", r"\1", types[1] or types[2])
-    return f"{key}={value[1]}: {problem}" if value else text
+    return f"{name}={value[1]}: {problem}" if value else text
 
 
 def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
