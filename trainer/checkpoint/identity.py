@@ -262,7 +262,7 @@ def _read_initial_adapter_settings(lora: LoraSection) -> dict[str, Any]:
 def use_initial_adapter_settings(config: RunConfig) -> RunConfig:
     """Return the configuration with the rank, scale and layers of the adapter at lora.adapter_path."""
     known = _read_initial_adapter_settings(config.lora) if config.lora.adapter_path else {}
-    update = {name: known[name] for name in ("r", "alpha", "rslora", "dora") if name in known}
+    update: dict[str, Any] = {name: known[name] for name in ("r", "alpha", "rslora", "dora") if name in known}
     if isinstance(layers := known.get("target_modules"), list):
         update["target_modules"] = tuple(sorted({get_last_components(layer, 1) for layer in layers}))
     return config.model_copy(update={"lora": config.lora.model_copy(update=update)})
