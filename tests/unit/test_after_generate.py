@@ -21,7 +21,7 @@ from trainer.commands.generate import AnswerStreamer, Sampling, generate_answers
 from trainer.config import DatasetSection, UserError
 from trainer.data.prompt_files import format_prompt, read_prompts, read_sample_prompts
 from trainer.data.records import PLAIN_TEXT
-from trainer.model.answers import encode_prompt, find_stop_tokens, generate_greedy_answers
+from trainer.model.answers import GREEDY, encode_prompt, find_stop_tokens, generate_greedy_answers, generate_texts
 
 PLAIN = DatasetSection(path="x")
 BRIEF = DatasetSection(path="x", system_prompt="be brief")
@@ -124,6 +124,27 @@ def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained
         assert find_stop_tokens(model, tokenizer) == sorted(ends)
     finally:
         model.generation_config.eos_token_id = ends[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("num_return_sequences", 3, r"Greedy methods .* \(got 3\)"),
+        ("return_dict_in_generate", True, ""),
+        ("stop_strings", ["cat"], ""),
+        ("bad_words_ids", [[99_999]], r"^base_model=.*model: generation_config.json: .*\[99999\]; fix this key"),
+        ("force_words_ids", [[1]], r"generation_config.json: Constrained Beam Search requires"),
+    ],
+)
+def test_keys_of_the_models_generation_config(key: str, value: object, line: str, trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
+    before = getattr(model.generation_config, key, None)
+    setattr(model.generation_config, key, value)
+    try:
+        with pytest.raises(UserError, match=line) if line else contextlib.nullcontext():
+            assert len(generate_texts(model, tokenizer, [[5, 6], [7, 8]], model.device, 2, **GREEDY)) == 2
+    finally:
+        setattr(model.generation_config, key, before)
 
 
 def test_the_answer_never_runs_past_the_models_context(trained: tuple[Any, Any]) -> None:

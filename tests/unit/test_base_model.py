@@ -140,9 +140,56 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
     "unknown model_type": (settings(model_type="llama9"), ("has model_type llama9, which transformers 5.",)),
     "heads": (settings(num_attention_heads=5), ("config.json is unusable (",)),
+    **{
+        f"{key}={value}": (settings(**{key: value}), (f"config.json: {key}={value}: {problem}",))
+        for key, value, problem in (
+            ("num_attention_heads", 0, "must be above 0"),
+            ("head_dim", -16, "must be 0 or more"),
+            ("vocab_size", 384.0, "must be a whole number"),
+            ("rms_norm_eps", -1.0, "must be above 0"),
+            ("attention_dropout", 2.0, "must be below 1"),
+            ("torch_dtype", 16, "must be a string"),
+        )
+    },
+    "part of another type": (settings(text_config={"hidden_size": -1}), ("config.json: text_config.hidden_size=-1: ",)),
+    "rope": (
+        settings(rope_parameters={"rope_theta": 0}),
+        ("config.json: rope_parameters.rope_theta=0: must be above",),
+    ),
+    "padding of another type": (settings(pad_token_id="0"), ('config.json: pad_token_id="0": must be a whole number',)),
+    "mlp_bias": (settings(mlp_bias="no"), ('(mlp_bias="no": must be of type bool)',)),
+    "use_cache": (settings(use_cache=5), ("(use_cache=5: must be of type bool)",)),
+    "initializer_range": (
+        settings(initializer_range=-0.02),
+        ("(initializer_range=-0.02: Value must be greater or equal to 0.0 and",),
+    ),
+    "odd head": (
+        settings(head_dim=15),
+        ("is unusable (RoPE requires an even rotary dimension, but got `head_dim`=15",),
+    ),
+    "padding": (settings(pad_token_id=999), ("is unusable (pad_token_id=999: must be below vocab_size)",)),
+    "a rope without a key": (
+        settings(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
+        ("unusable (Missing required keys", "'factor'"),
+    ),
+    # generation_config.json
+    **{
+        f"generate {key}={value}": (
+            written("generation_config.json", json.dumps({key: value})),
+            ("generation_config.json: ", key, str(value), fix),
+        )
+        for key, value, fix in (
+            ("num_return_sequences", 3, "different than 1 (got 3); fix this key"),
+            ("num_beams", 0, "=0: must be above 0"),
+            ("temperature", "hot", '="hot": must be a number'),
+            ("top_p", 5.0, "=5.0: must be 1 or less"),
+            ("max_new_tokens", 0, "must be greater than 0, but is 0; fix this key"),
+            ("cache_implementation", "statik", "Choose one of: ("),
+        )
+    },
     "a text for a number": (
         settings(num_hidden_layers="two"),
-        ("config.json: num_hidden_layers: ", "must be a whole number"),
+        ('config.json: num_hidden_layers="two": must be a whole number',),
     ),
     "adapter next to it": (
         written("adapter_config.json", "{}"),
@@ -181,6 +228,12 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "half a tokenizer": (removed("tokenizer.json"), ("the folder has no tokenizer (tokenizer.json",)),
     "tokenizer cut": (cut("tokenizer.json", 3000), ("tokenizer.json: is not JSON (line ",)),
     "tokenizer of nothing": (written("tokenizer.json", "{}"), ("its tokenizer cannot be read (",)),
+    "a length in words": (
+        written("tokenizer_config.json", '{"model_max_length": "x"}'),
+        ('tokenizer_config.json: model_max_length="x": must be a number',),
+    ),
+    "special tokens": (written("special_tokens_map.json", "{"), ("special_tokens_map.json: is not JSON (line 1",)),
+    "added tokens": (written("added_tokens.json", "[1]"), ("added_tokens.json: must be a mapping",)),
     "tokenizer settings": (written("tokenizer_config.json", "{"), ("tokenizer_config.json: is not JSON (line 1",)),
 }
 

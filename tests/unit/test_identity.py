@@ -187,13 +187,18 @@ def test_weights_that_are_no_finite_numbers_are_refused(
 @pytest.mark.parametrize(
     ("name", "key", "value", "problem"),
     [
-        ("run.json", "prompt_text", "false", "prompt_text: must contain {prompt}, and no other placeholder"),
-        ("run.json", "prompt_text", "{prompt} {other}", "prompt_text: must contain {prompt}, and no other placeholder"),
-        ("run.json", "prompt_text", False, "prompt_text: must be a string, not false"),
-        ("run.json", "working_directory", 5, "working_directory: must be a string"),
-        ("run.json", "checksums", [1], "checksums: must be a mapping"),
-        ("run.json", "identity", 5, "identity: must be a mapping"),
-        ("adapter_config.json", "lora_alpha", float("nan"), "lora_alpha: must be a finite number"),
+        ("run.json", "prompt_text", "false", 'prompt_text="false": must contain {prompt}, and no other placeholder'),
+        (
+            "run.json",
+            "prompt_text",
+            "{prompt} {other}",
+            'prompt_text="{prompt} {other}": must contain {prompt}, and no',
+        ),
+        ("run.json", "prompt_text", False, "prompt_text=false: must be a string, not false"),
+        ("run.json", "working_directory", 5, "working_directory=5: must be a string"),
+        ("run.json", "checksums", [1], "checksums=[1]: must be a mapping"),
+        ("run.json", "identity", 5, "identity=5: must be a mapping"),
+        ("adapter_config.json", "lora_alpha", float("nan"), "lora_alpha=nan: must be a finite number"),
     ],
 )
 def test_a_wrong_value_in_the_record_is_named(name: str, key: str, value: Any, problem: str, run_dir: Path) -> None:

@@ -152,6 +152,14 @@ def test_magnitudes_of_dora_are_refused(tmp_path: Path) -> None:
         convert_to_kohya(tmp_path, pipeline)
 
 
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_patterns_of_a_foreign_adapter_are_refused(key: str, tmp_path: Path) -> None:
+    pipeline, _ = adapter(tmp_path, "flux-dev", only=("to_q",))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS | {key: {"to_q": 4}}))
+    with pytest.raises(UserError, match=rf"adapter_config\.json {key}={{'to_q': 4}}: .*--format peft"):
+        convert_to_kohya(tmp_path, pipeline)
+
+
 def test_a_layer_without_such_a_name_is_refused(tmp_path: Path) -> None:
     pipeline, _ = adapter(tmp_path, "flux-dev")
     names = {f"base_model.model.transformer.x_embedder.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}

@@ -33,6 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("model", "data", "cache", "../home/me"):
         (place / name).mkdir(parents=True)
     (place / "model" / "model.safetensors").write_text("weights")
+    (place / "model" / "config.json").write_text("{}")
     (place / "data" / "train.jsonl").write_text("{}")
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
     monkeypatch.chdir(place)

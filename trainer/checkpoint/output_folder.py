@@ -27,6 +27,7 @@ from trainer.model.published_shapes import is_random
 
 MIN_FREE_GIB = 1.0
 MAX_SHOWN_NAMES = 3
+REQUIRED_FILES = {"base_model": ["config.json", "model_index.json"], "lora.adapter_path": ["adapter_config.json"]}
 Result = TypeVar("Result")
 
 
@@ -183,6 +184,8 @@ def _check_separate(config: RunConfig, folder: Path) -> None:
             raise UserError(f"output_dir={folder}: is also {name}; use a separate folder")
         if real in real_input.parents:
             raise UserError(f"output_dir={folder}: contains {name} ({path}); use a separate folder")
+        if not any((real_input / file).exists() for file in REQUIRED_FILES.get(name, [""])):
+            continue  # the input is the mistake
         if real_input in real.parents and real_input.is_dir():
             raise UserError(f"output_dir={folder}: is inside {name} ({path}); use a folder outside it")
         if name in ("base_model", "model.tokenizer", "lora.adapter_path") and real_input in (cache, *cache.parents):

@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trainer.config.errors import UserError
-from trainer.config.files import read_json
+from trainer.config.files import UnreadableFileError, read_json
 from trainer.config.sections import RunConfig
+from trainer.config.types import check_regex
 
 SETTINGS_FILE = "adapter_config.json"
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision", "projector")
 """Names of the modules that map image features to a language model's embeddings."""
-Names = list[str] | str | None
+Pattern = Annotated[str, AfterValidator(check_regex)]
+Names = list[str] | Pattern | None
 Number = Annotated[float, Field(allow_inf_nan=False)] | int
 Rank = Annotated[int, Field(gt=0)]
 
@@ -37,11 +39,11 @@ class AdapterSettings(BaseModel):
     exclude_modules: Names = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: Names = None
-    layer_replication: list[list[int]] | None = None
+    layer_replication: None = None
     target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, Rank] | None = None
-    alpha_pattern: dict[str, Number] | None = None
+    rank_pattern: dict[Pattern, Rank] | None = None
+    alpha_pattern: dict[Pattern, Number] | None = None
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
 
 
@@ -61,5 +63,8 @@ def list_fully_trained_modules(config: RunConfig) -> tuple[str, ...]:
 
 def read_initial_adapter_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings of the adapter at lora.adapter_path; an empty dict if it is unset or not a local folder."""
-    folder = Path(config.lora.adapter_path or "")
-    return read_adapter_settings(folder) if config.lora.adapter_path and (folder / SETTINGS_FILE).is_file() else {}
+    path = config.lora.adapter_path
+    try:
+        return read_adapter_settings(Path(path)) if path and Path(path, SETTINGS_FILE).is_file() else {}
+    except UnreadableFileError as error:
+        raise UserError(f"lora.adapter_path={path}: {SETTINGS_FILE}: {error.problem}; {error.fix}") from None

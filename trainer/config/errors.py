@@ -92,12 +92,16 @@ def convert_path_error(error: OSError) -> UserError | None:
 
 
 def describe_first_error(error: ValidationError) -> str:
-    """Describe the first error, prefixed with the dotted name of the invalid value if it has one."""
+    """Describe the first error, prefixed with the dotted name of the invalid value, and the value, if it has a name."""
     first = error.errors(include_url=False)[0]
     # For a union, pydantic also adds the alternative to the name.
     tag = r"int|float|str|bool|(list|dict|constrained|function).+"
     name = ".".join(str(part) for part in first["loc"] if not re.fullmatch(tag, str(part)))
-    return f"{name}: {describe_problem(first)}" if name else describe_problem(first)
+    problem = describe_problem(first).removesuffix("; put it in quotes")  # a file in JSON
+    if name and first["type"] != "missing":
+        value = to_text(first["input"])
+        name += f'="{value}"' if isinstance(first["input"], str) else f"={value}"
+    return f"{name}: {problem}" if name else problem
 
 
 def describe_problem(error: ErrorDetails) -> str:

@@ -122,10 +122,7 @@ def read_value(path: Path, dotted: str, type_: Any) -> Any:
     value = read_json(path)
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    try:
-        return check_type(value, path, type_)
-    except UnreadableFileError as error:
-        raise UnreadableFileError(path, f"{dotted}: {error.problem}") from None
+    return check_type({dotted: value}, path, dict[str, type_])[dotted]
 
 
 def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) -> Any:

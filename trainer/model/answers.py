@@ -38,15 +38,21 @@ def generate_texts(
     """Generate continuations of tokenized prompts in one left-padded batch, up to the model's context length."""
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
     length, context = padded["input_ids"].shape[1], get_context_length(model.config)
-    generated = model.generate(
-        input_ids=padded["input_ids"],
-        attention_mask=padded["attention_mask"],
-        max_new_tokens=max_new_tokens if context is None else max(1, min(max_new_tokens, context - length)),
-        use_cache=True,
-        eos_token_id=find_stop_tokens(model, tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        **options,
-    )
+    try:
+        generated = model.generate(
+            input_ids=padded["input_ids"],
+            attention_mask=padded["attention_mask"],
+            max_new_tokens=max_new_tokens if context is None else max(1, min(max_new_tokens, context - length)),
+            use_cache=True,
+            eos_token_id=find_stop_tokens(model, tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
+            tokenizer=tokenizer,  # for stop strings
+            **options,
+        )
+    except (ValueError, TypeError, ImportError) as error:  # transformers checks many keys only here
+        raise UserError(f"base_model={model.name_or_path}: generation_config.json: {error}; fix this key") from error
     return tokenizer.batch_decode(generated[:, length:], skip_special_tokens=True)
 
 

@@ -24,7 +24,6 @@ from trainer.model.model_source import (
     build_load_error,
     build_missing_tokenizer_error,
     check_config_file,
-    check_settings,
     check_source,
 )
 from trainer.model.published_shapes import is_random
@@ -56,7 +55,6 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
         )
     except Exception as error:  # configuration classes raise many kinds of errors for bad values
         raise build_load_error("base_model", base_model, error) from None
-    check_settings(f"base_model={base_model}", config)
     return _apply_overrides(base_model, section, config)
 
 

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
@@ -58,11 +58,28 @@ class QuantizationKeys:
     sparsity_config: dict[str, Any] | None = None
 
 
+Size = Annotated[StrictInt, Field(gt=0)]
+PositiveNumber = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+VALUES: dict[str, Any] = {
+    "(hidden|vocab)_size|num_(attention_heads|key_value_heads|beams)": Size,
+    "intermediate_size|head_dim|top_k|min_length|no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0)],
+    "max_position_embeddings": PositiveNumber | Literal[-1],
+    "(rms_|layer_)?norm_eps|layer_norm_epsilon": Annotated[PositiveNumber, Field(le=1)],
+    "rope_theta|factor|repetition_penalty|model_max_length": PositiveNumber,
+    "temperature": Annotated[float, Field(ge=0, strict=True)],
+    "(top|min|typical)_p": Annotated[float, Field(ge=0, le=1, strict=True)],
+    "(torch_)?dtype": str,
+    ".*_token_id": StrictInt,
+    "(attention|attn|hidden|resid|embd)_(dropout|pdrop)": Annotated[float, Field(ge=0, lt=1, strict=True)],
+}
+"""Types of the keys of config.json, its sections, and the files next to it that transformers does not check."""
+
+
 @dataclass(frozen=True)
 class ConfigKeys:
     """Declares the keys of config.json that we read. transformers reads the rest."""
 
-    num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None = None
+    num_hidden_layers: Annotated[Size, Field(le=MAX_LAYERS)] | None = None
     model_type: str | None = None
     architectures: list[str] | None = None
     auto_map: dict[str, Any] | None = None
@@ -73,7 +90,6 @@ class ConfigKeys:
 class GenerationKeys:
     eos_token_id: StrictInt | list[StrictInt] | None = None
     bad_words_ids: list[list[int]] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, strict=True)] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,14 +149,18 @@ def check_config_file(base_model: str) -> None:
             f"{prefix}: also contains an adapter; transformers would load the adapter and its base model instead of "
             f"these weights; move {SETTINGS_FILE} to a separate folder"
         )
+    from transformers import CONFIG_MAPPING, GenerationConfig, __version__
+
     settings = read_settings(prefix, file, ConfigKeys)
     for name, schema in (("generation_config.json", GenerationKeys), ("tokenizer_config.json", TokenizerKeys)):
         if (folder / name).exists():
             read_settings(prefix, folder / name, schema)
+    try:
+        GenerationConfig(**read_json_or_default(folder / "generation_config.json", Any, {}))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{prefix}: generation_config.json: {_shorten_reason(error)}; fix this key") from None
     if settings.auto_map:
         return  # the model has its own code
-    from transformers import CONFIG_MAPPING, __version__
-
     kind = settings.model_type
     if kind is None:
         raise UserError(f"{prefix}: config.json has no model_type; copy the file from the original model")
@@ -149,6 +169,15 @@ def check_config_file(base_model: str) -> None:
             f"{prefix}: config.json has model_type {kind}, which transformers {__version__} does not support; "
             "fix it, or install a newer transformers"
         )
+
+
+def _check_values(settings: dict[str, Any], section: str = "") -> None:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_values(value, f"{section}{key}.")
+        for pattern, type_ in VALUES.items() if not isinstance(value, dict | list | None) else ():
+            if re.fullmatch(pattern, key):
+                check_type({f"{section}{key}": value}, Path("config.json"), dict[str, type_])  # type: ignore[valid-type]
 
 
 def find_cached_file(name: str, file: str, revision: str | None) -> Path | None:
@@ -164,20 +193,10 @@ def find_cached_file(name: str, file: str, revision: str | None) -> Path | None:
 def read_settings(prefix: str, file: Path, schema: Any) -> Any:
     """Read one of a model's settings files. Raises UserError, prefixed with `prefix`, if it is invalid."""
     try:
+        _check_values(read_json(file))
         return read_json(file, schema)
     except UnreadableFileError as fault:
         raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy the file from the original model") from None
-
-
-def check_settings(prefix: str, model_config: Any) -> None:
-    """Raise UserError if `architectures` or `quantization_config` in config.json has an unexpected type."""
-    values = {name: getattr(model_config, name, None) for name in ("architectures", "quantization_config")}
-    if not isinstance(values["quantization_config"], dict | None):
-        values["quantization_config"] = values["quantization_config"].to_dict()
-    try:
-        check_type(values, Path("config.json"), ConfigKeys)
-    except UnreadableFileError as fault:
-        raise UserError(f"{prefix}: config.json: {fault.problem}; copy the file from the original model") from None
 
 
 def _describe_missing_config(folder: Path) -> str:
@@ -202,11 +221,7 @@ def build_load_error(
     Pass `model_config` if the configuration was loaded, but no model could be built from it.
     """
     prefix = f"{setting}={name}"
-    is_missing, settings = isinstance(error, KeyError), read_json_or_default(Path(name) / "config.json", Any, {})
-    unknown = error.args[0] if isinstance(error, KeyError) else getattr(error, "name", None)
-    key = re.search(rf'"(\w+)": "{re.escape(str(unknown))}"', json.dumps(settings))
-    reason = f"{unknown} is missing" if is_missing else _shorten_reason(error)
-    reason = f"{key[1]}={unknown}: unknown to transformers" if key else reason
+    reason = _describe_config_fault(error, json.dumps(read_json_or_default(Path(name) / "config.json", Any, {})))
     if isinstance(error, ImportError):
         return UserError(f"{prefix}: {str(error).strip().partition(' but')[0]}; install it with pip")
     if "trust_remote_code" in str(error):
@@ -222,6 +237,21 @@ def build_load_error(
     return UserError(f"{prefix}: {_describe_tokenizer_fault(folder, reason)}")
 
 
+def _describe_config_fault(error: Exception, settings: str) -> str:
+    """Return what transformers rejects in the JSON text `settings`, with the key and its value if it names the key."""
+    unknown = next(iter(error.args), "a key") if isinstance(error, KeyError) else getattr(error, "name", None)
+    if key := re.search(rf'"(\w+)": "{re.escape(str(unknown))}"', settings):
+        return f"{key[1]}={unknown}: unknown to transformers"
+    reason = f"{unknown} is missing" if isinstance(error, KeyError) else _shorten_reason(error)
+    text = re.sub(r"^Class .*?: \w+: |^Validation error for field '(\w+)': \w+(: )", r"\1\2", reason)
+    text = text.replace("Padding_idx must be within num_embeddings", "pad_token_id: must be below vocab_size")
+    name, _, problem = text.partition(": ")
+    value = re.search(rf'"{re.escape(name)}": ("[^"]*"|\[.*?\]|[^,}}]+)', settings)
+    if types := re.search(r"any type in \((.*?)\)\.|expected (\w+), got", problem):
+        problem = "must be of type " + re.sub(r"<class '([\w.]+)'>", r"\1", types[1] or types[2])
+    return f"{name}={value[1]}: {problem}" if value else text
+
+
 def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
     source = "the folder" if Path(name).is_dir() else "its repository"
     files = ", ".join(TOKENIZER_FILES[:3])
@@ -230,7 +260,8 @@ def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
 
 
 def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
-    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    for file in (folder / name for name in names):
         try:
             if file.exists():
                 read_json(file)

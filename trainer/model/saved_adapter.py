@@ -97,6 +97,10 @@ def _load_tensors(adapted: Any, folder: str) -> None:
     weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
     layers = {path for path, _ in adapted.named_modules()}
     lora_names = [name for name in weights if name.partition(".lora_")[0] in layers]
+    chosen = adapted.peft_config["default"].layers_to_transform
+    numbers = {int(match[1]) for name in lora_names if (match := re.search(r"\.(\d+)\.", name))}
+    if chosen not in (None, []) and not numbers <= {*(chosen if isinstance(chosen, list) else [chosen])}:
+        raise ValueError(f"layers_to_transform={chosen}, but it has tensors of the layers {sorted(numbers)}")
     stored_names, device = map_saved_names(adapted, lora_names), next(adapted.parameters()).device
     state = {stored_names.get(name, name): value.to(device) for name, value in weights.items()}
     _set_tensors(adapted, state)

@@ -137,17 +137,24 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     if not adapted and lora.target_modules == ALL_LINEAR:
         reasons = "; ".join(dict.fromkeys(untrainable.values())) or "the model has no linear layer"
         raise UserError(f"lora.target_modules={ALL_LINEAR[0]}: no layer can be adapted ({reasons}); use another model")
-    widths = [
-        min(get_full_shape(weight))
-        for path in layers
-        for weight in paths[path].parameters(recurse=False)
-        if weight.dim() == 2
-    ]
-    if widths and lora.r > max(widths) and not lora.adapter_path:
+    _check_ranks(lora, {path: paths[path] for path in layers})
+
+
+def _check_ranks(lora: LoraSection, layers: dict[str, nn.Module]) -> None:
+    """Raise UserError if the rank of an adapted layer is useless, or not possible with lora.init."""
+    weights = [(path, weight) for path, layer in layers.items() for weight in layer.parameters(recurse=False)]
+    widths = {path: min(get_full_shape(weight)) for path, weight in weights if weight.dim() == 2}
+    if widths and lora.r > (widest := max(widths.values())) and not lora.adapter_path:
         raise UserError(
-            f"lora.r={lora.r}: no adapted layer of this model is wider than {max(widths)}, so a higher rank adds "
-            f"nothing; use {max(widths)} or less (8 to 64 are usual)"
+            f"lora.r={lora.r}: no adapted layer of this model is wider than {widest}, so a higher rank adds "
+            f"nothing; use {widest} or less (8 to 64 are usual)"
         )
+    for path, width in widths.items():
+        ranks = (rank for name, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({name})$", path))
+        rank = next(ranks, lora.r)
+        if (lora.init.startswith(("pissa", "olora")) and rank > width) or (lora.init == "orthogonal" and rank % 2):
+            need = "an even rank" if lora.init == "orthogonal" else f"a rank of at most {width}"
+            raise UserError(f"lora.init={lora.init}: {path} needs {need}, not {rank}; set lora.r or lora.rank_pattern")
 
 
 def build_exclusion_pattern(model: nn.Module, lora: LoraSection) -> str | None:

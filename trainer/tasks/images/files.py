@@ -58,12 +58,15 @@ def load_kohya_names() -> dict[str, dict[str, Any]]:
 
 
 def convert_to_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
-    """Return the adapter in `folder` as kohya tensors. Raises UserError for DoRA or a layer without a kohya name."""
+    """Return the adapter in `folder` as kohya tensors. Raises UserError for DoRA, patterns or an unknown layer."""
     settings, factors = read_adapter_settings(folder), defaultdict[str, dict[str, Tensor]](dict)
     if settings.get("use_dora"):
         problem = "programs that read kohya's format do not agree on DoRA's magnitudes"
         fix = "use --format peft for diffusers, or --format hf for the complete pipeline"
         raise UserError(f"lora.dora=true: {problem}; {fix}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if value := settings.get(key):
+            raise UserError(f"{folder}: adapter_config.json {key}={value}: not in kohya's format; use --format peft")
     for name, tensor in read_tensors(folder).items():
         path, _, factor = name.partition(".lora_")
         factors[path]["down" if factor[0] == "A" else "up"] = tensor
