@@ -195,6 +195,11 @@ def test_a_bad_flag_is_one_line_and_2(tmp_path: Path, flags: list[str], complain
     assert list(tmp_path.iterdir()) == []
 
 
+def test_flags_may_be_written_with_underscores() -> None:
+    options = scu_flags.parse_flags(["--lora_r", "8", "--output_dir= x", "--4bit_quantization"])
+    assert (options.lora_r, options.output_dir, options.four_bit) == (8, "x", True)
+
+
 def test_an_unknown_flag_raises() -> None:
     with pytest.raises(SystemExit, match="2"):
         scu_flags.parse_flags(["--nothing"])
