@@ -13,14 +13,15 @@ import typer
 from launcher.job_attempts import RESUME_AUTO
 from launcher.supervision.terminal import log
 from trainer.config import RunConfig, UserError, load_config
+from trainer.config.errors import to_text
 from trainer.config.yaml_core import parse_yaml, read_config_text
 from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes
 
 
 def adapters(
-    action: Annotated[str, typer.Argument(metavar="add|remove", help="What to do.")],
+    action: Annotated[str, typer.Argument(metavar="add|remove", help="`add` or `remove`.")],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a run with adapters.")],
-    target: Annotated[str, typer.Argument(metavar="FILE|NAME", help="YAML file to add, or adapter name to remove.")],
+    target: Annotated[str, typer.Argument(metavar="FILE|NAME", help="File to add (YAML), or adapter name to remove.")],
 ) -> None:
     """Add adapters to a run that trains several, or remove one. An active run saves, then resumes with the change."""
     run, added = run.absolute(), list[dict[str, Any]]()
@@ -30,6 +31,8 @@ def adapters(
     if action == "add":
         tree = parse_yaml(Path(target), read_config_text(Path(target))).tree
         added = tree.get("adapters") or [tree]
+        if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
+            raise UserError(f"{target}: adapters={to_text(added)}: must be a list of sections, such as [{{name: b}}]")
     elif action != "remove":
         raise UserError(f"zerolora adapters {action}: unknown action; use add or remove")
     os.chdir(changes.working_directory)

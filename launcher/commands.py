@@ -4,8 +4,9 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from launcher.submit import submit
 from launcher.supervision.terminal import log
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
-from trainer.config.command_line import describe_unknown_option
+from trainer.config.command_line import EMPTY_VALUE, TEXTS, describe_unknown_option
 from trainer.config.errors import convert_path_error, format_one_line
 from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import build_json_schema, format_reference
@@ -187,6 +188,15 @@ for _name, _row in MODULES.items():
     _add_module_command(_name, *_row)
 
 
+def _consume_stripped(option: Any, consume: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """Return Click's value of an argument without the spaces around it. Raises UserError for an empty value."""
+    value, source = consume(*arguments)
+    option.typed = value = value.strip() if isinstance(value, str) else value
+    if value == "":
+        raise UserError(f"{option.metavar if option.param_type_name == 'argument' else option.opts[0]}: {EMPTY_VALUE}")
+    return value, source
+
+
 def build_command() -> Any:
     command: Any = typer.main.get_command(app)
     command.commands = {name: command.commands[name] for names in GROUPS.values() for name in names}
@@ -196,6 +206,8 @@ def build_command() -> Any:
     for subcommand in (command, *command.commands.values()):
         context = typer.Context(subcommand, help_option_names=HELP_OPTIONS)
         for option in subcommand.get_params(context):
+            if option.name not in TEXTS:
+                option.consume_value = partial(_consume_stripped, option, option.consume_value)
             if option.param_type_name == "argument":
                 option.display_type_rich = lambda ctx: None
             else:
@@ -235,13 +247,16 @@ def _describe_usage_error(error: Any) -> str:
     override = suggest_override(option) if option else None
     names = {*getattr(getattr(error, "param", None), "opts", ())}
     message = error.format_message()
+    if message.startswith("Missing "):
+        return f"{error.param.metavar}: missing; pass {error.param.help[:1].lower()}{error.param.help[1:-1]}"
+    if message.endswith("requires an argument."):
+        return f"{option}: has no value; write one after it"
     if names and "Input should be " in message:  # pydantic's message omits the value
-        words = pairwise(" ".join(sys.argv).replace("=", " ").split())
-        value = next((after for name, after in words if name in names), "")
         expected = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]
-        return f"{' '.join([*names][:1])} {value}".strip() + f": must be {expected}"
+        return f"{error.param.opts[0]} {error.param.typed}: must be {expected}"
     if option and not names and not override:
         parameters = error.ctx.command.params if error.ctx else ()
         return describe_unknown_option(option, (name for each in parameters for name in each.opts if name[:1] == "-"))
-    message = re.sub(r"Got unexpected extra argument\S* \((.*)\)", r"\1: not an argument of this command", message)
-    return f"{option}: settings are written without dashes: {override}" if override else message
+    if surplus := re.match(r"Got unexpected extra argument\S* \((.*)\)", message):
+        return f"{surplus[1]}: not an argument of this command; remove it"
+    return f"{option}: {override}" if override else message

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.supervision.remote import RemoteRanks, SrunRanks, SshRanks
-from launcher.supervision.terminal import log
+from launcher.supervision.terminal import log, print_progress
 from launcher.targets.hostfile import Slots, check_reachable, filter_slots, read_hostfile
 from launcher.targets.local import Command, build_hostfile_command, build_local_command
 from launcher.targets.mpi import build_mpirun_command
@@ -92,6 +92,7 @@ def plan_launch(request: LaunchRequest, logs: Path) -> LaunchPlan:
         if address is not None and port is None:
             port = choose_random_port()
         return partial(build_mpirun_command, slots=slots, address=address, port=port), RemoteRanks()
+    print_progress(f"connecting to the hosts of {request.hostfile}")  # takes as long as the slowest login
     check_reachable(list(slots), Path.cwd())
     return plan_on_hosts(request, logs, slots, address)
 

@@ -58,10 +58,6 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented configuration to start from, fitted to the model and data if both can be read."""
-    options = {"--preset": preset, "--model": model, "--data": data, "--gpu-memory": gpu_memory}
-    for name, value in options.items():
-        if value is not None and (not value or value != value.strip()):
-            raise UserError(f"{name} '{value}': must not be empty, or start or end with a space; fix it, or omit it")
     should_tailor = gpus is not None or gpu_memory is not None or (preset is None and _is_readable(model, data))
     is_guessed = preset is None and model is not None
     preset = preset or (find_nearest_preset(model) if model else DEFAULT_PRESET)

@@ -50,8 +50,6 @@ def start(
     logs = run_dir / "logs"
     if not dry_run:
         export_launcher_identity()
-        if request.resolve_launcher() == "hostfile":  # takes as long as the slowest login
-            print_progress(f"connecting to the hosts of {request.hostfile}")
     build, remote = plan_launch(request, logs)
     command = build(list(arguments))  # raises UserError before any work is done
     if dry_run:

@@ -47,10 +47,8 @@ def status(
             _print(describe_run(run, end_state=_find_end_state(job, run)) if run else [("run", "none yet")])
         return
     run = Path(target)
-    if not run.is_dir():
+    if not run.is_dir() or not (any((run / name).exists() for name in RUN_FILES) or read_heartbeats(run / "logs")):
         raise UserError(f"{to_text(target)}: is neither a job ID nor the folder of a run; pass a run's output_dir")
-    if not any((run / name).exists() for name in RUN_FILES) and not read_heartbeats(run / "logs"):
-        raise UserError(f"{to_text(target)}: is not the folder of a run; pass a run's output_dir or a job ID")
     job_id = read_job_id(run)
     end_state = None
     # Without SLURM's tools, describe only the folder.

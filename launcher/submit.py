@@ -46,6 +46,8 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
     for option in extra:
         if option.splitlines() != [option] or not option.startswith("-"):
             raise UserError(f"--sbatch {option!r}: must be one line that begins with dashes, such as --mem=0")
+        if re.match(r"--[\w-]+\s", option):
+            raise UserError(f"--sbatch {option!r}: contains a space; write {'='.join(option.split(maxsplit=1))}")
         if option.removeprefix("--") in options or _SHORT_OPTION.fullmatch(option):  # a value would replace ours
             raise UserError(f"--sbatch {option}: must be {option} with its value, such as --nodes=2")
     given = (f"--{name}={value}" for name, value in options.items() if value is not None)
@@ -55,7 +57,7 @@ def build_sbatch_options(options: Mapping[str, str | int | None], extra: Sequenc
 def check_job(time: str, grace: int, gpus: int, ranks: int | None) -> None:
     """Raise UserError if `ranks` is set together with GPUs, or if `time` minus `grace` is too short for a step."""
     if gpus and ranks is not None:
-        raise UserError("--ranks-per-node: must not be set with GPUs; remove the option, or add --gpus-per-node 0")
+        raise UserError(f"--ranks-per-node {ranks}: must not be set with GPUs; remove it, or add --gpus-per-node 0")
     limit_s = parse_time_limit(time)
     if limit_s is not None and limit_s < grace + SIGNAL_LEAD_S + MIN_TRAINING_S:
         raise UserError(

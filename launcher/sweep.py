@@ -70,12 +70,7 @@ def sweep(
     first_option = next((index for index, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     submit_options = arguments[first_option:]
     if submit_options and not slurm:
-        override = suggest_override(submit_options[0])
-        fix = (
-            f"settings are written without dashes: {override}"
-            if override
-            else "options of `zerolora submit` need --slurm"
-        )
+        fix = suggest_override(submit_options[0]) or "options of `zerolora submit` need --slurm"
         raise UserError(f"{submit_options[0]}: not an option of `zerolora sweep`; {fix}")
     axes, fixed = split_axes(arguments[:first_option])
     loaded = load_config(config, fixed).config

@@ -81,6 +81,8 @@ def doctor(
 
 def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: LaunchRequest) -> list[CheckResult]:
     chosen = request.resolve_launcher()
+    if request.hostfile is not None:
+        select_slots(request)  # raises UserError before the checks, which take seconds
     PROGRESS.show("checking this machine", on_pipe=True)
     per_host = request.num_gpus or len(list_visible_gpus()) or CPU_RANKS
     num_gpus = [] if request.num_gpus is None else [f"--num-gpus={request.num_gpus}"]

@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.config.files import read_text
+from trainer.config.errors import to_text
+from trainer.config.files import UnreadableFileError, read_text
 
 Slots = dict[str, list[int]]
 """Host -> indices of its GPUs, in rank order."""
@@ -26,17 +27,19 @@ _NAME = re.compile(r"[\w.][\w.-]*(@[\w.-]+)?")
 
 def read_hostfile(path: Path) -> Slots:
     """Return the slots of a hostfile. Raises UserError for a missing or empty file and invalid or repeated entries."""
-    if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "no such file"
-        raise UserError(f"--hostfile {path}: {problem}; write one line per host, `gpu-a slots=8`")
     slots: Slots = {}
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    try:
+        lines = read_text(path).splitlines()
+    except (FileNotFoundError, UnreadableFileError) as error:
+        reason = getattr(error, "problem", "no such file")
+        raise UserError(f"--hostfile {path}: {reason}; write one line per host, `gpu-a slots=8`") from None
+    for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
         entry = _ENTRY.fullmatch(text)
         if entry is None or not _NAME.fullmatch(entry[1]) or int(entry[2]) == 0:
-            raise UserError(f"--hostfile {path}: line {number} is {text!r}; it must look like `gpu-a slots=8`")
+            raise UserError(f"--hostfile {path}: line {number} is {to_text(text)!r}; it must look like `gpu-a slots=8`")
         if entry[1] in slots:
             raise UserError(f"--hostfile {path}: line {number} names {entry[1]} again; keep one line per host")
         slots[entry[1]] = list(range(int(entry[2])))

@@ -27,6 +27,14 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "missing file": (None, ("config.yaml: no such file", "configs/")),
     "empty file": ("", ("config.yaml: is empty", "such as `base_model:")),
     "a list": ("- base_model\n", ("config.yaml: is a list",)),
+    "JSON lines": (
+        '{"text": "a"}\n{"text": "b"}\n',
+        ("config.yaml: contains data; pass the run's YAML file, and set",),
+    ),
+    "records": ('[{"text": "a"},\n {"text": "b"}]\n', ("config.yaml: contains data; pass the run's YAML file",)),
+    "a model": ("model_type: llama\nvocab_size: 9\n", ("config.yaml: is a model's configuration, not a run's; pass",)),
+    "an adapter": ("peft_type: LORA\nbias: none\n", ("config.yaml: is an adapter's configuration, not a run's",)),
+    "typed": (GOOD + "training:\n  learning_rate: 2e4\n", ("training.learning_rate=2e4: must be 1 or less (config",)),
     "plain text": ("hello\n", ("config.yaml: is a single value",)),
     "bracket left open": ("lora: {r: 8\n", ("not valid YAML at line 2, column 1",)),
     "tab": ("lora:\n\tr: 8\n", ("not valid YAML at line 2, column 1", "\\t")),
@@ -65,9 +73,9 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
 
 # overrides, separated by ` ; `: what the line must hold
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "lora.r": ("lora.r: not an override; write key=value",),
+    "lora.r": ("lora.r: not an override; write lora.r=VALUE",),
     "=5": ("=5: not an override",),
-    "lora.r ; 8": ("lora.r: not an override; write key=value",),
+    "lora.r ; 8": ("lora.r: not an override; write lora.r=VALUE",),
     "base_model= m": ("base_model= m: begins or ends with a space; remove it",),
     "dataset.cache_dir=s3://b/c": ("dataset.cache_dir=s3://b/c: is a URL; use a folder on this machine",),
     "lora.rnak=8": ("lora.rnak: unknown setting", "did you mean lora.r?"),
@@ -108,7 +116,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "quantization.block_size=65": ("quantization.block_size=65: must be 32, 64",),
     "training.learning_rate=fast": ("training.learning_rate=fast: must be a number, such as",),
     "training.learning_rate=0": ("training.learning_rate=0: must be above 0",),
-    "training.epochs=.inf": ("training.epochs=inf: must be a finite number",),
+    "training.epochs=.inf": ("training.epochs=.inf: must be a finite number",),
     "training.precision=bf17": ("training.precision=bf17: must be 'auto', 'bf16', 'fp16' or 'fp32'",),
     "training.optimizer=sgd": ("training.optimizer=sgd: must be 'adamw', 'adamw_8bit', ",),
     "training.max_steps=0": ("training.max_steps=0: must be 1 or more",),
@@ -161,7 +169,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dataset.path=null ; dataset.mix=[a.jsonl]": ("dataset.mix.0=a.jsonl: must be a section",),
     "dataset.path=null": ("dataset.path: missing", "such as dataset.path=train.jsonl"),
     "dataset.val_split=0.9": ("dataset.val_split=0.9: must be a fraction of the records up to 0.5",),
-    "dataset.val_split=.inf": ("dataset.val_split=inf: must be a fraction of the records up to 0.5",),
+    "dataset.val_split=.inf": ("dataset.val_split=.inf: must be a fraction of the records up to 0.5",),
     "dataset.val_split=0.1 ; dataset.evaluation={path: b}": ("dataset.val_split=0.1", "dataset.evaluation", "keep one"),
     "dataset.format=alpacca": ("dataset.format=alpacca: must be 'auto', 'messages'",),
     "dataset.format=custom": ("dataset.format=custom: needs dataset.template",),
@@ -170,7 +178,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dataset.thinking=empty ; dataset.chat_template_kwargs={enable_thinking: true}": (
         "dataset.thinking=empty: has no effect when dataset.chat_template_kwargs.enable_thinking is true; remove one",
     ),
-    "training.focal_gamma=3": ("training.focal_gamma=3.0: has no effect", "set training.loss: focal"),
+    "training.focal_gamma=3": ("training.focal_gamma=3: has no effect", "set training.loss: focal"),
     "training.loss=label_smoothing ; training.label_smoothing=1": ("training.label_smoothing=1: must be below 1",),
     "scu.enabled=true ; scu.target=0.01 ; training.loss=dft": ("training.loss=dft: scu.measure=", "use nll, or"),
     "scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt ; training.neftune_noise_alpha=5": (
@@ -180,7 +188,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "logging.report_to=neptune": ("logging.report_to=[neptune]: unknown tracker; choose from tensorboard",),
     "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "regularizes"),
     "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: the controller needs", "use lora or"),
-    "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),
+    "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5: must be below scu.lambda_max=1.0",),
     "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99999": ("scu.lambda_start=99999", "scu.lambda_max=10000"),
     "scu.enabled=true ; scu.measure=kl ; scu.reference=a.txt ; scu.target=0": ("scu.target=0: must be above 0",),
     "scu.enabled=true ; scu.measure=kl": ("scu.reference: scu.measure: kl needs reference text", "set it to a file"),
@@ -463,4 +471,4 @@ def test_an_argument_that_counts_takes_whole_numbers_from_1(word: str, capsys: p
     with pytest.raises(SystemExit) as ended:
         parser.parse_args([f"--step={word}"])
     assert ended.value.code == 2
-    assert f"error: argument --step: {word}: must be a whole number, 1 or more" in capsys.readouterr().err
+    assert f"error: --step={word}: must be a whole number, 1 or more" in capsys.readouterr().err

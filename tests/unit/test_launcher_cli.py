@@ -109,7 +109,7 @@ def test_json_schema_is_json(folder: Path) -> None:
             ["submit", "c.yaml", "--gpus", "8"],
             "error: --gpus: not an option of this command; did you mean --gpus-per-",
         ),
-        (["init", "dpo"], "error: dpo: not an argument of this command; see `zerolora init --help`"),
+        (["init", "dpo"], "error: dpo: not an argument of this command; remove it; see `zerolora init --help`"),
         (["sweep", "c.yaml", "--lora.r=8,9"], f"error: --lora.r=8,9: not an option of `zerolora sweep`; {DASHES}"),
         (["init", "--preset", ""], "error: --preset: must not be empty"),
         (["init", "--model", "https://hf.co/a/b"], "error: --model https://hf.co/a/b: is a URL; use OWNER/NAME on"),
@@ -123,7 +123,7 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=VALUE; see `"),
         (["validate", "c.yaml", "--training.max-steps", "3"], f"error: --training.max-steps: {DASHES}: training.max_"),
         (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: no GPU found, and each CPU rank needs "),
-        (["train"], "error: Missing argument 'CONFIG'. See `zerolora train --help`"),
+        (["train"], "error: CONFIG: missing; pass the YAML file of the run; see `zerolora train --help`"),
     ],
 )
 def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: str) -> None:

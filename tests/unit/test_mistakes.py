@@ -24,7 +24,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"scu.enabled": True, "scu.lambda_min": 5, "scu.lambda_max": 2},
-        "scu.lambda_min=5.0: must be below scu.lambda_max",
+        "scu.lambda_min=5: must be below scu.lambda_max",
     ),
     ({"training.warmup_steps": 20, "training.max_steps": 10}, "training.warmup_steps=20: must be below"),
     ({"training.elastic": True, "training.max_restarts": 0}, "training.elastic=true: needs restarts"),

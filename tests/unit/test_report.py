@@ -252,9 +252,9 @@ def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.Captur
         assert said.count("\n") == 1 and not output.exists()
         return said
 
-    assert "a run is listed twice" in line(runs[0], runs[0], "--output", str(output))
+    assert "is listed twice" in line(runs[0], runs[0], "--output", str(output))
     assert "9 runs, but at most 8 fit on a page" in line(*[runs[0]] * 9, "--output", str(output))
-    assert "no such file" in line(runs[0], str(tmp_path), "--output", str(output))
+    assert "has no metrics.jsonl; use the output folder" in line(runs[0], str(tmp_path), "--output", str(output))
     assert "--output" in line(runs[0], "--output", str(output))
     data = tmp_path / "train.jsonl"
     data.write_text('{"text": "a"}')
@@ -312,7 +312,7 @@ def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     assert np.isnan(extract_series(records, "train/loss").values).tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("", "no step has finished yet")])
+@pytest.mark.parametrize(("content", "message"), [(None, "has no metrics.jsonl"), ("", "no step has finished yet")])
 def test_a_run_without_metrics_is_a_clear_error(
     tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,9 +180,9 @@ def test_dry_run_prints_the_yaml_and_the_train_command(tmp_path: Path, flags: li
     [
         (["--batchsize", "8"], "--batchsize: not an option of this command; did you mean --batch-size?"),
         (["--batch", "8"], "--batch: not an option of this command; did you mean --batch-size?"),
-        (["--batch-size", "many"], "argument --batch-size: many: must be a whole number"),
+        (["--batch-size", "many"], "--batch-size=many: must be a whole number"),
         (["--batch-size", "0"], "--batch-size=0: must be 1 or more"),
-        (["--fp16", "--bf16"], "argument --bf16: not allowed with argument --fp16"),
+        (["--fp16", "--bf16"], "--bf16: cannot be combined with --fp16; remove one"),
         (["--target-s", "2"], "--target-s=2"),
         (["--memory-fraction", "1.5"], "--memory-fraction=1.5"),
         (["scu.kpp=1"], "did you mean scu.kp"),
@@ -193,6 +193,11 @@ def test_a_bad_flag_is_one_line_and_2(tmp_path: Path, flags: list[str], complain
     assert result.returncode == 2 and result.stdout == ""
     assert complaint in result.stderr and result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_may_be_written_with_underscores() -> None:
+    options = scu_flags.parse_flags(["--lora_r", "8", "--output_dir= x", "--4bit_quantization"])
+    assert (options.lora_r, options.output_dir, options.four_bit) == (8, "x", True)
 
 
 def test_an_unknown_flag_raises() -> None:

@@ -71,7 +71,7 @@ def test_a_missing_server_is_one_line(
         ([], f"--server auto: vllm and sglang not found by {sys.executable}; `pip install vllm` in a separate envir"),
         (["--server", "vllm"], "--server vllm: vllm not found by"),
         (["--server", "llama.cpp"], "--server llama.cpp: llama-server is not on PATH; install llama.cpp"),
-        (["--python", "/no/such"], "--python /no/such: cannot be started"),
+        (["--python", "/no/such"], "--python /no/such: cannot be started; pass the path"),
     ):
         assert serve.main([str(run), *words]) == 2
         assert capsys.readouterr().err.startswith(f"error: {line}")
@@ -80,8 +80,8 @@ def test_a_missing_server_is_one_line(
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        *(("--host", host, "must be a host name or IP address") for host in ("", "a:80", "http://a", "256.1.1.1", "*")),
-        *(("--port", port, "must be a port, 1 to 65535") for port in ("", "0", "\u0663", "1" * 5000)),
+        *(("--host", host, "must be a host name or IP address") for host in ("a:80", "http://a", "256.1.1.1", "*")),
+        *(("--port", port, "must be a port, 1 to 65535") for port in ("0", "\u0663", "1" * 5000)),
     ],
 )
 def test_odd_places_to_listen_on_are_refused(
@@ -103,6 +103,6 @@ def test_options_that_cannot_be_split_are_refused_before_the_export(
     before = set(run.iterdir())
     with pytest.raises(SystemExit, match="2"):
         serve.main([str(run), "--python", str(environment), "--options", text, "--dry-run"])
-    line = f"error: argument --options: {text}: a quote is not closed, or it ends in a backslash; see `zerolora serve"
+    line = f"error: --options={text}: a quote is not closed, or it ends in a backslash; see `zerolora serve"
     assert capsys.readouterr().err.startswith(line)
     assert set(run.iterdir()) == before

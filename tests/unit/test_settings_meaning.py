@@ -323,7 +323,7 @@ def test_mistakes_are_reported_together_in_file_order(file: Path) -> None:
         "base_modle: unknown setting; did you mean base_model? (c.yaml:1)",
         "dataset.formatt: unknown setting; did you mean dataset.format? (c.yaml:3)",
         "r: duplicate (line 6, first in line 5); keep one",
-        "training.epochs=many: must be a number, such as 0.0001 or 1e-4 (c.yaml:8)",
+        "training.epochs=many: must be a number, such as 2 or 1e-4 (c.yaml:8)",
         "training.early_stopping=2: no data is held out for evaluation; set dataset.val_split or dataset.evaluation, "
         "and training.eval_steps (c.yaml:9)",
         "lora.alpha: also given as lora_alpha, which is the same setting; keep one (c.yaml:11)",

@@ -102,5 +102,6 @@ def test_estimate_counts_the_traffic_between_hosts(config: Path, capsys: pytest.
 
 
 def test_impossible_hosts_are_a_usage_error(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(config), "--gpus", "4", "--gpus-per-host", "5"]) == 2
-    assert "--gpus-per-host 5: must be between 1 and --gpus (4)" in capsys.readouterr().err
+    for hosts in ("5", "3"):
+        assert main([str(config), "--gpus", "4", "--gpus-per-host", hosts]) == 2
+        assert f"--gpus-per-host {hosts}: must be between 1 and --gpus (4), and divide it" in capsys.readouterr().err

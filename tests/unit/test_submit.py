@@ -228,7 +228,7 @@ def test_status_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     done = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert isinstance(done.exception, UserError) and done.stdout == ""
-    assert f"{tmp_path}: is not the folder of a run; pass a run's output_dir" in str(done.exception)
+    assert f"{tmp_path}: is neither a job ID nor the folder of a run; pass a run's output_dir" in str(done.exception)
     (tmp_path / "logs" / "job.sbatch").touch()  # submitted, and not begun
     assert "none yet" in CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
 

@@ -91,8 +91,6 @@ def find_run(
         raise UserError(f"{folder}: {problem}{newest}")
     if base_model is not None:
         # The recorded revision belongs to the recorded base model.
-        if not base_model.strip():
-            raise UserError("--base-model: empty; pass a folder or a Hub ID, or omit the option")
         if Path(base_model).is_file() and Path(base_model).suffix != Path(config.base_model).suffix:
             raise UserError(f"--base-model={base_model}: is a file; pass a model folder or a Hub ID")
         section = config.model.model_copy(update={"revision": None})

@@ -49,7 +49,8 @@ def find_run_dir(folder: Path) -> Path:
     run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
     if not (run_dir / CONFIG).is_file():
         problem = f"is not a run's output folder, because it has no {CONFIG}"
-        raise UserError(f"{folder}: {problem}; pass the output_dir of a run")
+        example = "".join(f", such as {path.parent}" for path in sorted(run_dir.glob(f"*/{CONFIG}"))[:1])
+        raise UserError(f"{folder}: {problem}; pass the output_dir of a run{example}")
     return run_dir
 
 

@@ -173,8 +173,8 @@ def main(argv: list[str] | None = None) -> None:
     silence_libraries()
     gpus = arguments.gpus or len(list_visible_gpus()) or 1
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-    if arguments.gpus_per_host is not None and not 1 <= arguments.gpus_per_host <= gpus:
-        raise UserError(f"--gpus-per-host {arguments.gpus_per_host}: must be between 1 and --gpus ({gpus})")
+    if (per_host := arguments.gpus_per_host) is not None and (not 1 <= per_host <= gpus or gpus % per_host):
+        raise UserError(f"--gpus-per-host {per_host}: must be between 1 and --gpus ({gpus}), and divide it")
     host = parse_memory(arguments.host_memory, "--host-memory") if arguments.host_memory is not None else None
     memory = parse_memory(DEFAULT_GPU if arguments.gpu_memory is None else arguments.gpu_memory)
     loaded = load_config(arguments.config, arguments.overrides)

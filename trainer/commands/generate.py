@@ -35,6 +35,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.config import CommandParser, DatasetSection, UserError, reports_errors
 from trainer.config.command_line import parse_positive_int
 from trainer.config.errors import sanitize, to_text
+from trainer.config.messages import suggest_override
 from trainer.data.image_parts import IMAGE_MARKER
 from trainer.data.prompt_files import Prompt, format_prompt, read_prompts
 from trainer.data.records import Conversation
@@ -67,9 +68,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature}: must be 0 or more")
+            raise UserError(f"--temperature={self.temperature:g}: must be 0 or more")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p={self.top_p}: must be above 0 and at most 1")
+            raise UserError(f"--top-p={self.top_p:g}: must be above 0 and at most 1")
 
     def build_arguments(self) -> dict[str, Any]:
         """Return arguments for `generate` that override the base model's generation settings."""
@@ -244,6 +245,9 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one of them")
     if not all(prompt.strip() for prompt in arguments.prompts):
         raise UserError("PROMPT: empty; write a question, or omit PROMPT to read standard input")
+    for prompt in arguments.prompts:
+        if re.fullmatch(r"[a-z_.]+=\S+", prompt) and suggest_override(prompt):
+            raise UserError(f"{prompt}: settings cannot be changed here; remove it, or pipe it as a prompt")
     arguments.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if arguments.temperature == 0 and arguments.top_p < 1:
         raise UserError(f"--top-p={arguments.top_p}: has no effect at --temperature 0; remove one of them")

@@ -43,8 +43,8 @@ def find_server(requested: str, python: str) -> Server:
     try:
         command = [python, "-c", FIND_MODULES, *MODULES]
         modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"--python {python}: cannot be started ({error}); pass a Python interpreter") from None
+    except (OSError, subprocess.CalledProcessError):
+        raise UserError(f"--python {python}: cannot be started; pass the path of a Python interpreter") from None
     installed = {name: Server(name, (python, "-m", MODULES[name])) for name in modules}
     if program := shutil.which(PROGRAM):
         installed["llama.cpp"] = Server("llama.cpp", (program,))
@@ -128,9 +128,9 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     options = parser.parse_args(argv)
     silence_libraries()
-    server = find_server(options.server, options.python)
     run = find_run(options.run, options.base_model, allow_mismatch=options.allow_mismatch)
     check_task_supports(run, "serve")
+    server = find_server(options.server, options.python)
     command = prepare_server_command(run, server, options.run, merged=options.merged)
     command += ["--host", options.host, "--port", str(options.port), *options.options]
     print(shlex.join(command), flush=True)

@@ -15,9 +15,12 @@ from trainer.config.values import is_null, is_text, list_accepted_types
 from trainer.config.yaml_core import parse_scalar, parse_yaml_value
 
 MAX_RANKS = 65_536
-COUNT_OPTIONS = ("--ranks", "--gpus", "--num-gpus", "--world-size", "--gpus-per-node")
-"""The options of different commands for the number of ranks."""
+COUNT_OPTIONS = ("--ranks", "--gpus", "--num-gpus", "--world-size", "--gpus-per-node", "--nproc-per-node")
+"""The options of different commands, and of torchrun, for the number of ranks."""
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
+EMPTY_VALUE = "must not be empty; pass a value, or omit it"
+TEXTS = ("overrides", "prompts", "settings", "system")
+"""The arguments whose values may be empty, or begin or end with spaces."""
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -27,7 +30,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
-        raise UserError(f"{text}: not an override; write key=value, such as training.learning_rate=1e-4")
+        example = f"{name}=VALUE" if get_setting_type(name) else "key=value, such as training.learning_rate=1e-4"
+        raise UserError(f"{text}: not an override; write {example}")
     if not all(name.split(".")):
         suggestion = re.sub(r"\.+", ".", name).strip(".")
         raise UserError(f"{to_text(text)}: {name} has an extra dot; write {suggestion or 'training.epochs'}=...")
@@ -83,8 +87,10 @@ def parse_port_number(text: str) -> int:
 
 def describe_unknown_option(option: str, known: Iterable[str]) -> str:
     """Return an error message for an option that a command does not have, with the most similar of its options."""
+    if option in ("-c", "--config"):
+        return f"{option}: not an option; pass the configuration file without it"
     names = [*known]
-    counts = [name for name in COUNT_OPTIONS if name in names] if option in COUNT_OPTIONS else []
+    counts = [name for name in COUNT_OPTIONS if name in names] if option.replace("_", "-") in COUNT_OPTIONS else []
     similar = [*counts, find_nearest(option, names), *(name for name in names if name.startswith(option))]
     hint = next((f"; did you mean {name}?" for name in similar if name), "")
     return f"{option}: not an option of this command{hint}"
@@ -105,7 +111,9 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Main], Callable[...,
             try:
                 return main(argv) or 0
             except UserError as error:
-                print(f"error: {error}", file=sys.stderr)
+                is_replaced = "--base-model" in " ".join(sys.argv if argv is None else argv)
+                message = str(error).replace("base_model=", "--base-model=") if is_replaced else str(error)
+                print(f"error: {message}", file=sys.stderr)
                 return error.exit_code
             except failures as error:
                 print(f"failed: {format_one_line(str(error))}", file=sys.stderr)
@@ -154,26 +162,47 @@ class CommandParser(argparse.ArgumentParser):
             console.print(Text(self.epilog or ""), soft_wrap=True, end="\n" * bool(self.epilog))
         return capture.get()
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.dest not in TEXTS:
+            arg_strings = [word.strip() for word in arg_strings]
+            if "" in arg_strings:
+                raise argparse.ArgumentError(action, EMPTY_VALUE)
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         self.exit(UserError.exit_code, f"error: {self.describe_error(message)}\n")
 
     def describe_error(self, message: str) -> str:
         """Return argparse's message with a fix, such as the override to write if a setting was passed as an option."""
-        message = re.sub(
-            r"invalid (float|int) value: '(.*)'", lambda match: f"{match[2]}: {_NUMBERS[match[1]]}", message
-        )
+        if match := re.fullmatch(r"argument (?:-./)?([^:/]+)(?:/-.)?: (.*)", message, re.DOTALL):
+            message = _describe_argument_error(match[1], match[2])
+        elif "arguments are required" in message:
+            required = [each for each in self._actions if getattr(each, "save_nargs", each.nargs) != "*"]
+            helps = {"/".join(each.option_strings) or str(each.metavar): str(each.help) for each in required}
+            message = "; ".join(f"{name}: missing; pass {text}" for name, text in helps.items() if name in message)
         words = message.partition("unrecognized arguments: ")[2].split()
         takes_overrides = any(action.dest == "overrides" for action in self._actions)
-        if words:
+        if words and not words[0].startswith("-"):
+            output = f"write --output {words[0]}, or " * ("--output" in self._option_string_actions)
+            message = f"{words[0]}: not an argument of this command; {output}remove it"
+        elif words:
             option, known = words[0].partition("=")[0], self._option_string_actions
             override = suggest_override(option) if takes_overrides and option.replace("_", "-") not in known else None
-            fix = f"{option}: settings are written without dashes: {override}"
-            message = fix if override else describe_unknown_option(option, known)
-        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            choices = join_choices(re.findall("'(.*?)'", choice[2]))
-            message = f"{message[: choice.start()]}{choice[1]}: must be {choices}"
-        message = message.removesuffix(", key=value")  # argparse lists it as required
+            message = f"{option}: {override}" if override else describe_unknown_option(option, known)
         return f"{format_one_line(message)}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`"
+
+
+def _describe_argument_error(name: str, problem: str) -> str:
+    """Return an error message for argparse's problem with an argument: its value, or that it is with another one."""
+    if other := re.fullmatch(r"not allowed with argument (?:-./)?([^/]+)", problem):
+        return f"{name}: cannot be combined with {other[1]}; remove one of them"
+    if problem.startswith("expected"):
+        return f"{name}: has no value; write one after it"
+    problem = re.sub(r"invalid (float|int) value: '(.*)'", lambda match: f"{match[2]}: {_NUMBERS[match[1]]}", problem)
+    if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", problem):
+        choices = join_choices(re.findall("'(.*?)'", choice[2]))
+        problem = f"{choice[1]}: must be {choices}"
+    return f"{name}{': ' if problem == EMPTY_VALUE else '='}{problem}"
 
 
 def _format_option(action: argparse.Action) -> tuple[str, ...]:

@@ -105,10 +105,9 @@ def describe_first_error(error: ValidationError) -> str:
 
 
 def describe_problem(error: ErrorDetails) -> str:
-    if error["type"] == "string_type" and isinstance(error["input"], (list, dict)):
-        return f"must be a string, not a {'list' if isinstance(error['input'], list) else 'mapping'}"
-    if error["type"] == "string_type" and isinstance(error["input"], bool):
-        return f"must be a string, not {str(error['input']).lower()}"
+    kinds: dict[type, str] = {list: "a list", dict: "a mapping", bool: to_text(error["input"])}
+    if error["type"] == "string_type" and (kind := kinds.get(type(error["input"]))):
+        return f"must be a string, not {kind}"
     if template := PROBLEMS.get(error["type"]):
         bounds = {
             name: f"{value:.12g}" if isinstance(value, float) and value.is_integer() else value

@@ -18,6 +18,8 @@ from trainer.config.paths import get_local_path, is_remote
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_config_text
 
+OTHER_FILES = {"model_type": "a model's", "peft_type": "an adapter's", "zero_optimization": "DeepSpeed's"}
+"""A name in a configuration of another kind -> whose configuration it is."""
 DEFAULT_OUTPUT = Path("runs")
 
 
@@ -46,7 +48,7 @@ def load_config_text(
 ) -> LoadedConfig:
     """Load a configuration from `text`, the content of the file `path`; see `load_config`."""
     file = parse_yaml(path, text)
-    settings = UserSettings(path, file.lines if with_lines else {})
+    settings = UserSettings(path, file.lines if with_lines else {}, file.texts)
     mistakes, tree, notes = settings.mistakes, settings.tree, settings.notes
     for line, message in file.mistakes:
         mistakes.add_line_error(line, message)
@@ -59,6 +61,8 @@ def load_config_text(
         except UserError as error:
             mistakes.add_override_error(override, str(error))
         else:
+            texts = {typed: text for typed, text in mistakes.texts.items() if not typed.startswith(f"{name}.")}
+            mistakes.texts = texts | {name: override.partition("=")[2].strip()}
             settings.add(name, value, override=True)
     if "output_dir" not in tree:
         tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
@@ -82,6 +86,8 @@ def load_config_text(
             f"{path}: configuration for {trainer} (unsupported settings: {mistakes.count_in_file()}); "
             f"translate it with: zerolora import {path} -o mine.yaml"
         )
+    if mistakes.count_in_file() and "base_model" not in file.tree and (kinds := OTHER_FILES.keys() & file.tree):
+        raise UserError(f"{path}: is {OTHER_FILES[min(kinds)]} configuration, not a run's; pass the run's YAML file")
     if entries := mistakes.list_sorted():
         raise UserErrors(entries)
     if unused:

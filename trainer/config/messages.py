@@ -84,9 +84,11 @@ def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:
 
 
 def suggest_override(option: str) -> str | None:
-    """Return the override for a setting typed as an option, such as `training.epochs=VALUE`; None for unknown names."""
+    """Return how to write a setting that was typed as an option, such as `--training.epochs`; None for other names."""
     name = option.partition("=")[0].lstrip("-").replace("-", "_")
-    return f"{name}=VALUE" if name in {*list_setting_names(), *ALIASES} else None
+    inner = [setting for setting in list_setting_names() if setting.endswith(f".{name}")]
+    names = [name] if name in {*list_setting_names(), *ALIASES} else inner
+    return f"settings are written without dashes: {names[0]}=VALUE" if len(names) == 1 else None
 
 
 def list_setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:

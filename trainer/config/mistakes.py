@@ -14,7 +14,6 @@ from trainer.config.errors import Mistake, to_text
 from trainer.config.messages import build_section_mistake, describe_errors, list_setting_names
 from trainer.config.needs import UnusedSetting, build_unused_settings_mistake, find_unused_settings, read_switch_value
 from trainer.config.sections import RunConfig
-from trainer.config.training_sections import FRACTION_SETTINGS
 from trainer.config.zero import gathers_per_layer
 
 # Values for missing required settings, so that the other settings can be checked.
@@ -24,11 +23,11 @@ _PLACEHOLDERS: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset"
 class Mistakes:
     """Collects mistakes under the names that the user typed, with their locations: a file line, or `command line`."""
 
-    def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
+    def __init__(self, path: Path, lines: Mapping[str, int], texts: Mapping[str, str]) -> None:
         self.names: dict[str, str] = {}
         """Names of the configured settings as typed, by canonical name."""
-        self.fractions: dict[str, float] = {}
-        """Values typed as fractions of the run for settings in steps, by canonical name."""
+        self.texts = dict(texts)
+        """Values as typed, such as 2e4, by typed name."""
         self._path, self._lines = path, lines
         self._positions = {name: position for position, name in enumerate(lines)}
         self._overridden: dict[str, int] = {}
@@ -42,7 +41,8 @@ class Mistakes:
         """Add a mistake. Only the first mistake for each setting is kept."""
         order, location = self._locate(mistake.setting)
         name = mistake.name or self.names.get(mistake.setting, "")
-        value = self.fractions.get(mistake.setting, mistake.value)
+        is_number, typed = type(mistake.value) in (int, float), self.names.get(mistake.setting, mistake.setting)
+        value = self.texts.get(typed, mistake.value) if is_number else mistake.value
         self._entries.setdefault(mistake.setting, (order, replace(mistake, name=name, location=location, value=value)))
 
     def add_duplicate(self, dotted: str, name: str) -> None:
@@ -172,10 +172,10 @@ def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
 class UserSettings:
     """Collects the settings to validate, and notes on settings that were translated or ignored."""
 
-    def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
+    def __init__(self, path: Path, lines: Mapping[str, int], texts: Mapping[str, str]) -> None:
         self.tree: dict[str, Any] = {}
         self.notes: list[str] = []
-        self.mistakes = Mistakes(path, lines)
+        self.mistakes = Mistakes(path, lines, texts)
 
     def add_file(self, tree: Mapping[Any, Any]) -> None:
         """Add the settings from a file. A setting given under two names is a mistake."""
@@ -232,9 +232,6 @@ class UserSettings:
             self.mistakes.add_duplicate(dotted, name)
             return
         self.mistakes.names[dotted] = name
-        self.mistakes.fractions.pop(dotted, None)
-        if last in FRACTION_SETTINGS and isinstance(value, float):
-            self.mistakes.fractions[dotted] = value
         node[last] = value
 
 

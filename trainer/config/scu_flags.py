@@ -7,6 +7,7 @@ every 100 steps instead of 200, because the guide resumes from checkpoint-500.
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -45,6 +46,7 @@ def parse_flags(arguments: Sequence[str], *, on_rank: bool = False) -> argparse.
 
     With `on_rank`, also accept flags added by torchrun and DeepSpeed, and raise UserError for invalid flags.
     """
+    arguments = [re.sub(r"^--\w+", lambda flag: flag[0].replace("_", "-"), word) for word in arguments]
     parser = _build_parser(on_rank)
     untyped = object()
     names = [action.dest for action in parser._actions if action.dest not in ("help", "overrides")]

@@ -16,6 +16,8 @@ from trainer.config.files import UnreadableFileError, decode_text, read_bytes
 MAX_BYTES = 8 * 2**20
 MAX_VALUES = 100_000
 """Limit on the expansion of nested anchors, which can produce billions of values in a few lines."""
+_DATA_FILES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".md")
+_RECORDS = re.compile(r"\s*(\[\s*\{|\{.*\n\{)")
 MISSING_FILE_FIX = "check its name, or use a preset in configs/"
 # The beginning of PyYAML's error message -> how to fix the error.
 _HINTS = {
@@ -41,10 +43,11 @@ _RULES = {
 
 @dataclass(frozen=True)
 class YamlFile:
-    """The content of a YAML file, and the line of each dotted name."""
+    """The content of a YAML file, and the line and text of each dotted name."""
 
     tree: dict[Any, Any]
     lines: dict[str, int]
+    texts: dict[str, str]
     mistakes: list[tuple[int, str]]
     """Line and message for each duplicate key, which PyYAML allows but a configuration does not."""
 
@@ -152,6 +155,8 @@ def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> Yam
 
 def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
     """Parse the content of the file `path`. Raises UserError if it is invalid or without settings."""
+    if path.name.lower().endswith(_DATA_FILES) or _RECORDS.match(text):
+        raise UserError(f"{path}: contains data; pass the run's YAML file, and set dataset.path={path}")
     try:
         loader = loader_class(text)
         node = loader.get_single_node()
@@ -176,9 +181,9 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
     if not isinstance(tree, dict):
         content = "is empty" if tree is None else f"is a {'list' if isinstance(tree, list) else 'single value'}"
         raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
-    lines: dict[str, int] = {}
-    _collect_lines(node, "", lines)
-    return YamlFile(tree, lines, loader.mistakes)
+    lines, texts = dict[str, int](), dict[str, str]()
+    _collect_lines(node, "", lines, texts)
+    return YamlFile(tree, lines, texts, loader.mistakes)
 
 
 def read_config_text(path: Path, fix: str = MISSING_FILE_FIX) -> str:
@@ -211,13 +216,15 @@ def _count_values(node: yaml.Node | None, known: dict[int, int], path: Path) -> 
     return total
 
 
-def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
+def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int], texts: dict[str, str]) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
                 lines[f"{prefix}{key.value}"] = key.start_mark.line + 1
-                _collect_lines(value, f"{prefix}{key.value}.", lines)
+                _collect_lines(value, f"{prefix}{key.value}.", lines, texts)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             lines.setdefault(f"{prefix}{index}", value.start_mark.line + 1)
-            _collect_lines(value, f"{prefix}{index}.", lines)
+            _collect_lines(value, f"{prefix}{index}.", lines, texts)
+    elif node is not None:
+        texts[prefix[:-1]] = node.value

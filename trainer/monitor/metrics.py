@@ -47,7 +47,8 @@ def read_metrics(run_dir: Path) -> list[Record]:
     try:
         lines = read_bytes(path, MAX_METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; use the output folder of a run that has trained") from None
+        problem = f"has no {METRICS_FILE}" if run_dir.is_dir() else "not a folder"
+        raise UserError(f"{run_dir}: {problem}; use the output folder of a run that has trained") from None
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -83,8 +83,8 @@ def _read_run(folder: Path, name: str) -> RunData:
 def _name_runs(folders: Sequence[Path]) -> list[str]:
     """Name folders by their paths relative to the common parent."""
     resolved = [Path(os.path.realpath(folder)) for folder in folders]
-    if len(set(resolved)) < len(resolved):
-        raise UserError("zerolora report: a run is listed twice; list each run once")
+    if repeated := [folder for folder, real in zip(folders, resolved, strict=True) if resolved.count(real) > 1]:
+        raise UserError(f"{repeated[-1]}: is listed twice; list each run once")
     parent = os.path.commonpath([folder.parent for folder in resolved])
     return [str(folder.relative_to(parent)) for folder in resolved]
 
