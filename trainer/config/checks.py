@@ -115,7 +115,8 @@ def _apply_rules(group: str, config: RunConfig) -> Iterator[Mistake]:
         broken += [name for name, values in only.items() if not _matches(config, name, values)]
         for name in [*broken, *([rule["report"]] if "report" in rule else [])]:
             allowed = join_choices(map(to_text, only.get(name, ())))
-            problem, fix = (_fill_placeholders(rule.get(text, ""), allowed, config) for text in ("problem", "fix"))
+            texts = (rule.get(text, "").replace("{allowed}", allowed) for text in ("problem", "fix"))
+            problem, fix = (re.sub(r"\{([a-z_.]+)\}", lambda m: to_text(_read_value(config, m[1])), s) for s in texts)
             involves = " ".join([*when, *unless, rule.get("involves", "")])
             value = _read_value(config, name)
             yield Mistake(name, f"{value:g}" if isinstance(value, float) else value, problem, fix, involves)
@@ -135,12 +136,6 @@ def _matches(config: RunConfig, name: str, values: Collection[Any]) -> bool:
     if isinstance(value, (tuple, Mapping)):
         return list(value) in values or any(element in values for element in value)
     return value in values
-
-
-def _fill_placeholders(text: str, allowed: str, config: RunConfig) -> str:
-    return re.sub(
-        r"\{([a-z_.]+)\}", lambda match: to_text(_read_value(config, match[1])), text.replace("{allowed}", allowed)
-    )
 
 
 def _check_data(config: RunConfig) -> Iterator[Mistake]:
