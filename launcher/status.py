@@ -106,8 +106,7 @@ def describe_job(job: Mapping[str, str]) -> list[tuple[str, str]]:
     if job.get("NodeList", "(null)") != "(null)":
         rows.append(("nodes", job["NodeList"]))
     rows.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, attempt {int(job.get('Restarts', 0)) + 1}"))
-    rows.append(("log", job.get("StdOut", "unknown")))
-    return rows
+    return [*rows, ("log", job.get("StdOut", "unknown"))]
 
 
 def describe_run(run: Path, *, end_state: str | None = None) -> list[tuple[str, str]]:

@@ -52,6 +52,9 @@ def generate_texts(
             **options,
         )
     except (ValueError, TypeError, ImportError) as error:  # transformers checks many keys only here
+        usual = ("token_id", "_version", "_config", "use_cache", "_attentions", "_states")
+        if all(name.endswith(usual) for name in model.generation_config.to_diff_dict()):
+            raise
         raise UserError(f"base_model={model.name_or_path}: generation_config.json: {error}; fix this key") from error
     return tokenizer.batch_decode(generated[:, length:], skip_special_tokens=True)
 
