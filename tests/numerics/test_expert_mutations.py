@@ -49,8 +49,8 @@ MUTATIONS = {
     "one mask for both matrices": ("seed[i : i + 1]", "seed[:1]"),
     "dX without the mask": ("_apply_mask(dh @ a_RH, masks[0], rows)", "dh @ a_RH"),
     "the mask of sorted rows": ("x * mask[rows.pairs]", "x * mask[rows.span]"),
-    "gate and up swapped": ("(u[..., :half], u[..., half:])", "(u[..., half:], u[..., :half])"),
-    "their gradients swapped": ("else torch.cat([gate, up], dim=-1)", "else torch.cat([up, gate], dim=-1)"),
+    "gate and up swapped": ("else u.chunk(2, dim=-1)", "else u.chunk(2, dim=-1)[::-1]"),
+    "their gradients swapped": ("else torch.cat(grads, dim=-1)", "else torch.cat(grads[::-1], dim=-1)"),
     "outputs left in sorted order": ("out[rows.pairs] = ", "out[rows.span] = "),
     "gradients left in sorted order": ("grad_rows[rows.pairs] = ", "grad_rows[rows.span] = "),
     "padding computed with": (
