@@ -298,7 +298,7 @@ def test_template_variables_reach_training_and_generation() -> None:
 
 @pytest.mark.parametrize(("name", "problem"), [("enable_thinkin", "does not use it"), ("tools", "set by the trainer")])
 def test_refuses_template_variables_without_effect(name: str, problem: str) -> None:
-    with pytest.raises(UserError, match=rf"dataset\.chat_template_kwargs\.{name}: .*{problem}"):
+    with pytest.raises(UserError, match=rf"dataset\.chat_template_kwargs\.{name}=true: .*{problem}"):
         encode(tokenizer_of("qwen3"), CONVERSATIONS["turns"], variables={name: True})
 
 

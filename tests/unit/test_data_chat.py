@@ -332,13 +332,6 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
         ("record 1", "tool calls", "dataset.chat_template"),
     ),
     "tools in a template without": (CHATML, TALK, {"tools": [{"name": "f"}]}, ("record 1", "has tools")),
-    "an empty tool": (CHATML, TALK, {"tools": [{"name": "f"}, {}]}, ("record 1: tool 2 has no function.name; add it",)),
-    "a tool without a name": (
-        CHATML,
-        TALK,
-        {"tools": [{"type": "function", "function": {"description": "x"}}]},
-        ("record 1: tool 1 has no function.name",),
-    ),
     "a template that is none": ("{% for message in %}", TALK, {}, ("dataset.chat_template", "cannot be rendered")),
     "a loop that is too long": (
         "{% for i in range(10**12) %}x{% endfor %}",

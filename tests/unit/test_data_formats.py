@@ -448,6 +448,16 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("turn 2", "arguments of f are a list; use a record of names and values"),
     ),
+    "an empty tool": (
+        {"messages": [ASK, SAY], "tools": [{"name": "f"}, {}]},
+        {},
+        ("record 1: tool 2 has no function.name; add it",),
+    ),
+    "a tool without a name": (
+        {"messages": [ASK, SAY], "tools": [{"type": "function", "function": {"description": "x"}}]},
+        {},
+        ("record 1: tool 1 has no function.name",),
+    ),
     "tools not JSON": ({"messages": [ASK, SAY], "tools": "[{"}, {}, ("record 1", "tools are not JSON")),
     "history of singles": (
         {"instruction": "a", "output": "b", "history": [["a"]]},

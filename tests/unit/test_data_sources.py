@@ -165,7 +165,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "broken.json": ({}, ("dataset.path=broken.json: line 2 of broken.json is not JSON",)),
     "latin.jsonl": ({}, ("line 1 of latin.jsonl is not UTF-8 text (byte 0xe9 at offset 10)", "iconv")),
     "ragged.csv": ({}, ("dataset.path=ragged.csv: line 3 of ragged.csv has 3 cells, but the header has 2",)),
-    "broken.parquet": ({}, ("dataset.path=broken.parquet: cannot be read as parquet",)),
+    "broken.parquet": ({}, ("dataset.path=broken.parquet: broken.parquet is truncated or not Parquet",)),
     "mixed": ({}, ("dataset.path=mixed: has files of several kinds (csv, json)", "dataset.mix")),
     "nothing": ({}, ("dataset.path=nothing: the folder has no data files",)),
     "splits": ({"split": "validation"}, ("dataset.split=validation: splits has the splits test, train",)),

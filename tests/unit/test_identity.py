@@ -76,7 +76,7 @@ def test_another_base_is_refused(
 ) -> None:
     """Of the same shapes, with other weights: as an -Instruct model next to the base that it was made from."""
     [line] = refusal(capsys, command, ground / place, tmp_path / "out", "--base-model", str(ground / "other"))
-    assert line.startswith(f"error: base_model={ground}/other: its weight files differ from {ground}/model"), line
+    assert line.startswith(f"error: --base-model={ground}/other: its weight files differ from {ground}/model"), line
     assert str(ground / place) in line and "--allow-mismatch" in line
 
 

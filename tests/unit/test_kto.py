@@ -215,7 +215,7 @@ def test_bad_turns_are_named(ground: Path) -> None:
         ((GOOD, BAD), {"preference__loss": {"kto": 1, "dpo": 1}}, "kto needs labeled answers"),
         (
             (GOOD,), {"preference__loss": "dpo", "preference__desirable_weight": 2},
-            "preference.desirable_weight=2.0: has no effect, because preference.loss is {dpo: 1.0}",
+            "preference.desirable_weight=2: has no effect, because preference.loss is {dpo: 1.0}",
         ),
         (
             (GOOD,), {"preference__loss": "dpo", "dataset__streaming": True},
