@@ -80,7 +80,7 @@ def test_a_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl; use the output folder of a run"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"line 2 .*is not JSON"):
