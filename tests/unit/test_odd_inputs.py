@@ -555,8 +555,8 @@ def test_nodes_that_cannot_be_listed_are_one_line(tmp_path: Path, monkeypatch: p
 def test_values_of_commands_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(make_ground(tmp_path) / "base.yaml")
     for words, line in {
-        ("--price", "free"): "--price: free: must be a number",
-        ("--gpu-memory", ""): "--gpu-memory : not an amount of memory; write 80GiB",
+        ("--price", "free"): "--price=free: must be a number",
+        ("--gpu-memory", ""): "--gpu-memory: must not be empty; pass a value, or omit it",
         ("--gpu-memory", "-5GiB"): "--gpu-memory -5GiB: not an amount of memory; write 80GiB",
     }.items():
         with contextlib.suppress(SystemExit):
@@ -635,7 +635,7 @@ def test_compressed_data_without_its_suffix_is_named(tmp_path: Path) -> None:
         ("train c.yaml --hostfile hosts --include a: --dry-run", "--include a:: a has no slot ''; use 0 to 1"),
         (
             "config d.jsonl",
-            "not valid YAML at line 2, column 1: expected '<document start>', but found '{'; write settings",
+            "d.jsonl: contains data; pass the run's YAML file, and set dataset.path=d.jsonl",
         ),
     ],
 )
@@ -706,7 +706,9 @@ def test_a_model_that_cannot_be_built_and_its_template_are_named(tmp_path: Path)
         prepare(load_config(ground / "base.yaml").config)
     file = ground / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": -1}))
-    with pytest.raises(UserError, match=r"config.json is unusable"):
+    with pytest.raises(
+        UserError, match=r"config.json: vocab_size=-1: must be above 0; copy the file from the original model"
+    ):
         prepare(load_config(ground / "base.yaml").config)
 
 
@@ -832,13 +834,13 @@ def test_a_damaged_saved_data_set_is_one_line(content: str, tmp_path: Path) -> N
         ),
         (
             ["task=preference", "preference.gamma=1"],
-            r"^preference.gamma=1.0: has no effect, because preference.loss is {",
+            r"^preference.gamma=1: has no effect, because preference.loss is {",
         ),
         (
             ["task=preference", "preference.loss=hinge", "preference.label_smoothing=0.1"],
             r"=0.1: has no effect",
         ),
-        (["task=preference", "preference.discopop_tau=1"], r"^preference.discopop_tau=1.0: has no effect, because"),
+        (["task=preference", "preference.discopop_tau=1"], r"^preference.discopop_tau=1: has no effect, because"),
         (['model.pad_token=""'], r"^model.pad_token='': empty; write a value, or remove the setting"),
         (
             ["lora.target_parameters=q_proj.weight"],

@@ -20,7 +20,7 @@ COUNT_OPTIONS = ("--ranks", "--gpus", "--num-gpus", "--world-size", "--gpus-per-
 _NUMBERS = {"float": "must be a number", "int": "must be a whole number"}
 EMPTY_VALUE = "must not be empty; pass a value, or omit it"
 TEXTS = ("overrides", "prompts", "settings", "system")
-"""The arguments whose values may be empty, or begin or end with spaces."""
+"""Arguments with values that may be empty, or begin or end with spaces."""
 
 
 def parse_override(text: str) -> tuple[str, Any]:
