@@ -125,7 +125,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no kind of schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "type.json"},
-        "evaluation.json_schema=type.json: 'objct' is not valid",
+        "evaluation.json_schema=type.json: 'objects' is not valid",
     ),
     "no function": (
         {"evaluation__metrics": ["mine.py:gone"]},
@@ -170,7 +170,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_ground(tmp_path_factory.mktemp("answers"))
     (folder / "mine.py").write_text(FUNCTIONS)
     (folder / "exits.py").write_text("raise SystemExit(3)")
-    (folder / "type.json").write_text('{"type": "objct"}')
+    (folder / "type.json").write_text('{"type": "objects"}')
     (folder / "loop.json").symlink_to("loop.json")
     return folder
 
