@@ -19,7 +19,7 @@ from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, parse_yaml, read_config_text
 
 OTHER_FILES = {"model_type": "a model's", "peft_type": "an adapter's", "zero_optimization": "DeepSpeed's"}
-"""A name in a configuration of another kind -> whose configuration it is."""
+"""Names that only other kinds of configuration contain, and what each kind is."""
 DEFAULT_OUTPUT = Path("runs")
 
 
