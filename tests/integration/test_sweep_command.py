@@ -41,4 +41,4 @@ def test_a_setting_that_adapters_share_is_refused_before_anything_is_written(tmp
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and not (tmp_path / "runs").exists()
-    assert "zero.stage=1: is shared by all adapters of a run; set zero.stage for all adapters" in done.stderr
+    assert "zero.stage=1,2: is shared by all adapters of a joint run; use one value for all runs" in done.stderr
