@@ -15,7 +15,17 @@ from ops.builder import CSRC, LoraOpBuilder
 
 CACHE = Path(os.environ.get("ZEROLORA_CI_CACHE") or Path.home() / ".cache" / "zerolora-ci")
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=str(CACHE / "nvcc" / "nvidia" / "cu13" / "bin"))
-SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
+LONG = (
+    "rank/rank_wgmma.cu",
+    "rank/rank_mma.cu",
+    "experts/expert_gate.cu",
+    "experts/expert_rank.cu",
+    "frozen/frozen.cu",
+)
+SOURCES = [
+    pytest.param(source, marks=pytest.mark.slow if source in LONG else ())
+    for source in sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
+]
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, which scripts/nvcc.sh installs")

@@ -235,9 +235,9 @@ def test_a_push_commits_the_staged_files(hub: Hub, run_dir: Path) -> None:
     ("status", "message"),
     [
         (401, "rejected the token; run `hf auth login`"),
-        (403, "has no write access there"),
-        (404, "no such user or organization"),
-        (500, "HTTP 500"),
+        pytest.param(403, "has no write access there", marks=pytest.mark.slow),
+        pytest.param(404, "no such user or organization", marks=pytest.mark.slow),
+        pytest.param(500, "HTTP 500", marks=pytest.mark.slow),
     ],
 )
 def test_a_refusal_is_one_line_without_the_token(hub: Hub, run_dir: Path, status: int, message: str) -> None:

@@ -218,6 +218,7 @@ def test_a_temporarily_unreadable_folder_does_not_hide_how_ranks_ended(runs: dic
     assert run.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_folder_is_not_waited_for_after_a_signal(runs: dict[str, Run]) -> None:
     run = runs["folder lost"]
     run.wait_until_ready()

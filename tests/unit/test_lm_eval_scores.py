@@ -90,6 +90,7 @@ def test_scores_during_and_after_training_equal_lm_eval_run(trained: Path) -> No
     assert found["base"]["scores"] == {name: records[0][f"base/{name}"] for name in NAMES}
 
 
+@pytest.mark.slow
 def test_the_base_has_the_scores_of_lm_eval_without_an_adapter(tmp_path: Path) -> None:
     """The model's vocabulary has no padding, which lm-eval would keep without an adapter."""
     from transformers import AutoTokenizer

@@ -26,6 +26,7 @@ def prepared(folder: Path, characters: int, max_length: int) -> tuple[PreparedDa
     return data, time.perf_counter() - begin
 
 
+@pytest.mark.slow
 def test_a_document_of_millions_of_characters_takes_linear_time_and_memory(tmp_path: Path) -> None:
     prepared(tmp_path, 1000, 1000)  # imports
     _, short = prepared(tmp_path, 1_000_000, 4_000_001)

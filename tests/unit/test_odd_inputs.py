@@ -1041,7 +1041,11 @@ def test_a_source_of_llamafactory_without_a_place_is_named(tmp_path: Path) -> No
     ("words", "line"),
     [
         ("base_model=./none", "base_model=./none: no such folder ("),
-        ("--model me/none", "base_model=me/none: not a local folder, not in the Hub's cache"),
+        pytest.param(
+            "--model me/none",
+            "base_model=me/none: not a local folder, not in the Hub's cache",
+            marks=pytest.mark.slow,
+        ),
         ("--model {model} --data pairs.jsonl", "task=auto: dataset has pairs of a chosen and a rejected answer"),
     ],
 )

@@ -277,6 +277,7 @@ def test_the_check_imports_no_torch() -> None:
     assert shown.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.slow
 def test_a_test_run_trains_and_leaves_its_log(tmp_path: Path) -> None:
     model, data = make_model(tmp_path / "model"), write_chats(tmp_path / "text.jsonl", 60)
     flags = [
@@ -368,8 +369,7 @@ def start_of_ranks(launcher: str) -> list[str]:
 @pytest.mark.parametrize(
     "launcher",
     [
-        "torch.distributed.launch",
-        pytest.param("torchrun", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch.distributed.launch", "torchrun")),
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("deepspeed", "mpirun")),
     ],
 )

@@ -29,6 +29,7 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_NVIDIA_DRIVER, reason="with an NVIDIA driver, set-up installs the CUDA build on purpose")
 def test_setup_brings_no_cuda_package_without_a_driver(tmp_path: Path) -> None:
     """pip's dry-run report of the very command that set-up runs."""

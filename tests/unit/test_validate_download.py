@@ -220,6 +220,7 @@ print(sum(waited))
 """
 
 
+@pytest.mark.slow
 def test_without_a_network_the_one_line_comes_without_waiting() -> None:
     """The hub's library would wait 23 s between six tries; here its waiting is counted, and no time passes."""
     environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}

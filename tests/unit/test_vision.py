@@ -58,6 +58,13 @@ ALL = [
     )
     for family in PROCESSORS
 ]
+FEW = [
+    each
+    if each.values[0] in ("gemma3", "qwen2_5_vl")
+    else pytest.param(*each.values, marks=[*each.marks, pytest.mark.slow])
+    for each in ALL
+]
+"""A family of each kind of packing in the fast tests, the others in the slow ones."""
 UNUSED_LAYERS = {"llava": [r".*vision_tower\.encoder\.layers\.1\..*"]}
 """LLaVA 1.5 reads the features before its tower's last layer."""
 
@@ -117,7 +124,7 @@ def test_losses_are_those_of_transformers_and_peft(family: str, layout: str, roo
 
 
 @pytest.mark.parametrize("train_images", ["projector", "lora"])
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FEW)
 def test_tower_and_projector_train_as_in_peft(family: str, train_images: str, root: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
@@ -143,7 +150,7 @@ def recorded(folder: Path, name: str = "train/loss") -> list[float]:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FEW)
 def test_losses_with_cached_features_are_those_with_the_tower(
     family: str, packing: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

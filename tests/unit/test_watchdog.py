@@ -170,7 +170,7 @@ with phase("join"), phase(WAITING_PHASE):
 """
 
 
-@pytest.mark.parametrize("all_write", [True, False])
+@pytest.mark.parametrize("all_write", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_is_missed_only_where_all_write_from_their_beginning(tmp_path: Path, all_write: bool) -> None:
     """Below torchrun they leave nothing in a folder that another run may be in until rank 0 holds it."""
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -182,6 +182,7 @@ def test_a_rank_is_missed_only_where_all_write_from_their_beginning(tmp_path: Pa
     assert ("rank 1 has sent no heartbeat" in done.stderr) == all_write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exit_code", [143, 0])
 def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit_code: int) -> None:
     """By a signal, say, of which its launcher tells nobody; one that was done waits for nothing."""

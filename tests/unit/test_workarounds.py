@@ -283,6 +283,7 @@ def test_bitsandbytes_and_deepspeed_compile_while_they_are_imported() -> None:
     assert "called by bitsandbytes deepspeed.runtime.zero.muon.original_muon" in done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformers.quantizers.auto", "peft.tuners.lora.torchao", "diffusers"])
 def test_transformers_imports_torchao_unasked(name: str) -> None:
     """Else that part of trainer/parallel/ranks/lean_imports.py can go. PEFT asks at the first layer that it adapts."""
@@ -301,6 +302,7 @@ def test_transformers_imports_torchao_unasked(name: str) -> None:
         assert done.stdout.split()[-1] == imported, lean
 
 
+@pytest.mark.slow
 def test_transformers_imports_scipy_for_what_no_run_calls(tmp_path: Path) -> None:
     """Else its line in trainer/parallel/ranks/lean_imports.py can go."""
     (tmp_path / "scipy").mkdir()
