@@ -4,9 +4,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +28,9 @@ from launcher.submit import submit
 from launcher.supervision.terminal import log
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
-from trainer.config.command_line import EMPTY_VALUE, TEXTS, describe_unknown_option
-from trainer.config.errors import convert_path_error, format_one_line
-from trainer.config.messages import suggest_override
+from trainer.config.command_line import EMPTY_VALUE, TEXTS, describe_unknown_option, resolve_name
+from trainer.config.errors import UserErrors, convert_path_error, format_one_line, to_text
+from trainer.config.messages import get_setting_type, suggest_override
 from trainer.config.settings_reference import build_json_schema, format_reference
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 from trainer.contract.restart_record import apply_recorded_changes
@@ -61,6 +62,7 @@ GROUPS = {
     "Developer": ("ops", "bench", "tier", "compare", "scu-train"),
 }
 """Commands by group title, in the order of `zerolora --help`."""
+REPEATABLE = {"--arch", "--case", "--image", "--peer", "--peer-packages", "--sbatch", "--sweep", "--without"}
 # Typer's type names -> metavars in --help.
 METAVARS = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}
 
@@ -173,9 +175,7 @@ def scu_train(context: typer.Context) -> None:
 def _add_module_command(name: str, module: str, text: str) -> None:
     def run_module(context: typer.Context) -> None:
         if find_spec(module.partition(".")[0]) is None:
-            raise UserError(
-                f"zerolora {name}: not in this installation; run `pip install -e .` in a checkout of zerolora"
-            )
+            raise UserError(f"zerolora {name}: not installed; run `pip install -e .` in a checkout of zerolora")
         for argument in context.args[:1]:
             if argument.endswith((".yaml", ".yml")) and not Path(argument).exists():
                 load_config(Path(argument))  # report a missing file before the module imports torch
@@ -216,13 +216,34 @@ def build_command() -> Any:
     return command
 
 
+def check_repetitions(words: Sequence[str]) -> None:
+    """Raise UserErrors for each option that is given twice, and for each setting that is given two values."""
+    if words[:1] == ["import"] or "--job-start" in words:  # another trainer's command line, or one that we extended
+        return
+    given, mistakes = dict[str, str](), list[str]()
+    for before, word in pairwise(["", *takewhile("--".__ne__, words)]):
+        option, equals, value = word.partition("=")
+        if {before, option} & REPEATABLE or (words[0] == "sweep" and "," in value):  # see `expand_sweep`
+            continue
+        is_option = re.match("-(-|[a-z]$)", option) is not None
+        name = option.replace("_", "-") if is_option else resolve_name(word)
+        if is_option and name in given:
+            mistakes.append(f"{name}: given twice; keep one")
+        elif not is_option and given.get(name, word) != word and get_setting_type(name):
+            mistakes.append(f"{to_text(word)}: also given as {to_text(given[name])}; keep one")
+        given |= {name: word} if is_option or equals else {}
+    if mistakes:
+        raise UserErrors(mistakes)
+
+
 def main() -> int:
     """Run the command line and return its exit code; for a user error, print one line to stderr and return 2."""
     try:
+        check_repetitions(sys.argv[1:])
         # In standalone mode, Typer would draw a box around each error.
         return int(build_command()(args=sys.argv[1:] or ["--help"], prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
-        hint = error.ctx.command_path if error.ctx else "zerolora"
+        hint = error.ctx.command_path if error.ctx else " ".join(["zerolora", *sys.argv[1:2]])
         mistake = format_one_line(_describe_usage_error(error))
         log(f"error: {mistake}{' See' if mistake.endswith(('.', '?')) else '; see'} `{hint} --help`")
         return EXIT_USAGE
@@ -247,6 +268,8 @@ def _describe_usage_error(error: Any) -> str:
     override = suggest_override(option) if option else None
     names = {*getattr(getattr(error, "param", None), "opts", ())}
     message = error.format_message()
+    if unknown := re.match(r"No such command '(.+\.ya?ml)'", message):
+        return f"{unknown[1]}: not a command; to train with this file, run `zerolora train {unknown[1]}`"
     if message.startswith("Missing "):
         return f"{error.param.metavar}: missing; pass {error.param.help[:1].lower()}{error.param.help[1:-1]}"
     if message.endswith("requires an argument."):

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.compare.__main__ import main as compare
 from benchmarks.tiers.__main__ import main as tier
+from launcher.commands import check_repetitions
 from launcher.commands import main as zerolora
 from launcher.importing.command import translate_arguments
 from launcher.status import describe_run
@@ -109,6 +110,18 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
+def test_options_that_take_a_list_may_be_repeated() -> None:
+    check_repetitions("generate run --image a --image b --raw -- --raw seed=1 seed=2".split())
+    check_repetitions("submit c.yaml --sbatch --mem=0 --sbatch --mem=0 --sweep seed=1 --sweep lora.r=1,2".split())
+    check_repetitions("train c.yaml seed=1 seed=1 output_dir=a --job-start output_dir=b".split())
+
+
+@pytest.mark.parametrize("name", ["c.txt", "c.csv", "c.jsonl"])
+def test_a_configuration_may_have_any_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("# mine\nbase_model: m\ndataset: {path: d}\n")
+    assert load_config(tmp_path / name).config.base_model == "m"
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -127,14 +140,29 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
         ("status c.yaml extra", "error: extra: not an argument of this command; remove it; see"),
         ("adapters add many.yaml", "error: FILE|NAME: missing; pass file to add (YAML), or adapter name to remove"),
         ("adapters add run 5.yaml", "error: 5.yaml: adapters=5: must be a list of sections, such as [{name: b}]"),
+        ("adapters add run zero.yaml", "error: zero.yaml: adapters.0.lora.r=0: must be 1 or more"),
+        ("adapters add run twice.yaml", "error: twice.yaml:2: name: duplicate (line 2, first in line 1); keep one"),
+        ("validate c.yaml seed=1 seed=2", "error: seed=2: also given as seed=1; keep one"),
+        (
+            "config c.yaml lr=1 training.learning_rate=2",
+            "error: training.learning_rate=2: also given as lr=1; keep one",
+        ),
+        ("sweep c.yaml lora.r=1,2 seed=1 seed=2", "error: seed=2: also given as seed=1; keep one"),
+        ("merge run --output m --output n", "error: --output: given twice; keep one"),
+        ("train c.yaml --launcher local --launcher=mpi", "error: --launcher: given twice; keep one"),
+        ("scu-train --block-size 8 --block_size 9", "error: --block-size: given twice; keep one"),
+        ("c.yaml seed=1", "error: c.yaml: not a command; to train with this file, run `zerolora train c.yaml`; see `z"),
+        ("import x.yaml -o", "error: -o: has no value; write one after it; see `zerolora import --help`"),
     ],
 )
 def test_command_lines_are_refused(words: str, line: str, tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "c.yaml").write_text("base_model: m\noutput_dir: run\ndataset: {path: d}\n")
     (tmp_path / "5.yaml").write_text("adapters: 5\n")
+    (tmp_path / "zero.yaml").write_text("name: b\nlora: {r: 0}\n")
+    (tmp_path / "twice.yaml").write_text("name: b\nname: c\n")
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "bin").write_bytes(b"\x98\x00")
-    AdapterChanges(["c.yaml"], str(tmp_path)).write(tmp_path / "run")
+    AdapterChanges(["c.yaml", "adapters=[{name: a}]"], str(tmp_path)).write(tmp_path / "run")
     assert refuse(*words.split(" ")).startswith(line)
 
 
