@@ -235,8 +235,8 @@ class Runner:
     def _train(self, tier: Tier, folder: Path, overrides: list[str]) -> int:
         """Run `zerolora train` on one GPU, or one CPU rank; return its exit code."""
         settings = replace_overrides(overrides, tier.overrides)
-        command = [sys.executable, "-m", "launcher.cli", "train", str(tier.path), *settings]
-        command += [f"output_dir={folder}", "output.overwrite=delete", "--num-gpus", "1"]
+        settings = replace_overrides(settings, [f"output_dir={folder}", "output.overwrite=delete"])
+        command = [sys.executable, "-m", "launcher.cli", "train", str(tier.path), *settings, "--num-gpus", "1"]
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": search}
         if not self.machine.on_gpu:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.results import compute_t_quantile
+from trainer.config.command_line import replace_overrides
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "lab" / "data" / "optimizers.json"
@@ -108,8 +109,8 @@ class Pool:
     def _start(self, name: str, values: dict[str, Any]) -> subprocess.Popen[bytes]:
         (self.folder / f"{name}.yaml").write_text("{}\n")
         given = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-        command = [sys.executable, "-m", "launcher.cli", "train", str(self.folder / f"{name}.yaml"), *given,
-                   f"output_dir={self.folder / name}", "output.overwrite=delete", *self.changes]  # fmt: skip
+        given = replace_overrides([*given, f"output_dir={self.folder / name}", "output.overwrite=delete"], self.changes)
+        command = [sys.executable, "-m", "launcher.cli", "train", str(self.folder / f"{name}.yaml"), *given]
         with (self.folder / LOG.format(name=name)).open("w") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
 
