@@ -26,6 +26,8 @@ def adapters(
     target: Annotated[str, typer.Argument(metavar="FILE|NAME", help="File to add (YAML), or adapter name to remove.")],
 ) -> None:
     """Add adapters to a run that trains several, or remove one. An active run saves, then resumes with the change."""
+    if action not in ("add", "remove"):
+        raise UserError(f"zerolora adapters {action}: unknown action; use add or remove")
     run, added = run.absolute(), list[dict[str, Any]]()
     changes = AdapterChanges.read(run)
     if changes is None:
@@ -37,8 +39,6 @@ def adapters(
         added = file.tree.get("adapters") or [file.tree]
         if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
             raise UserError(f"{target}: adapters={to_text(added)}: must be a list of sections, such as [{{name: b}}]")
-    elif action != "remove":
-        raise UserError(f"zerolora adapters {action}: unknown action; use add or remove")
     os.chdir(changes.working_directory)
     path, *settings = changes.arguments
     current = apply_recorded_changes(run, load_config(path, settings).config.adapters)
@@ -56,8 +56,7 @@ def adapters(
             pattern = r"adapters\.(\d+)(.*) \(command line\)"
             name = lambda match: f"{target}: adapters.{int(match[1]) - len(current)}{match[2]}"  # noqa: E731
             raise UserErrors([re.sub(pattern, name, str(mistake)) for mistake in errors.mistakes]) from None
-        new = [f"adapters={json.dumps(added)}", RESUME_AUTO, "output.overwrite=false"]
-        options = replace_overrides(settings, new)
+        options = replace_overrides(settings, [f"adapters={json.dumps(added)}", RESUME_AUTO, "output.overwrite=false"])
         if code := subprocess.run([sys.executable, "-m", "launcher.cli", "prepare", path, *options]).returncode:
             raise typer.Exit(code)
     others = [entry for entry in changes.added if entry["name"] not in names]

@@ -264,7 +264,8 @@ def main() -> int:
 
 
 def _describe_usage_error(error: Any) -> str:
-    option = getattr(error, "option_name", None)
+    option = getattr(error, "option_name", None)  # of -seed=1, Click only names -s
+    option = next((word for word in sys.argv if option and len(option) == 2 and word.startswith(option)), option)
     override = suggest_override(option) if option else None
     names = {*getattr(getattr(error, "param", None), "opts", ())}
     message = error.format_message()
@@ -275,8 +276,9 @@ def _describe_usage_error(error: Any) -> str:
     if message.endswith("requires an argument."):
         return f"{option}: has no value; write one after it"
     if names and "Input should be " in message:  # pydantic's message omits the value
-        expected = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]
-        return f"{error.param.opts[0]} {error.param.typed}: must be {expected}"
+        bound = re.sub("greater than or equal to (.*)", r"\1 or more", message.rpartition("Input should be ")[2])
+        bound = "a whole number" if "valid integer" in message else re.sub("less.* to (.*)", r"\1 or less", bound)
+        return f"{error.param.opts[0]} {error.param.typed}: must be {bound}"
     if option and not names and not override:
         parameters = error.ctx.command.params if error.ctx else ()
         return describe_unknown_option(option, (name for each in parameters for name in each.opts if name[:1] == "-"))

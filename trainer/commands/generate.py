@@ -68,7 +68,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature:g}: must be 0 or more")
+            raise UserError(f"--temperature={self.temperature:g}: must be a finite number, 0 or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p={self.top_p:g}: must be above 0 and at most 1")
 
