@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -221,11 +221,11 @@ def check_repetitions(words: Sequence[str]) -> None:
     if words[:1] == ["import"] or "--job-start" in words:  # another trainer's command line, or one that we extended
         return
     given, mistakes = dict[str, str](), list[str]()
-    for before, word in pairwise(["", *takewhile("--".__ne__, words)]):
+    for before, word in pairwise(["", *words]):
         option, equals, value = word.partition("=")
         if {before, option} & REPEATABLE or (words[0] == "sweep" and "," in value):  # see `expand_sweep`
             continue
-        is_option = re.match("-(-|[a-z]$)", option) is not None
+        is_option = re.match("-(-|[a-z]$)", option) is not None and "--" not in given
         name = option.replace("_", "-") if is_option else resolve_name(word)
         if is_option and name in given:
             mistakes.append(f"{name}: given twice; keep one")

@@ -111,7 +111,7 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
 
 
 def test_options_that_take_a_list_may_be_repeated() -> None:
-    check_repetitions("generate run --image a --image b --raw -- --raw seed=1 seed=2".split())
+    check_repetitions("generate run --image a --image b --raw -- --raw --raw".split())
     check_repetitions("submit c.yaml --sbatch --mem=0 --sbatch --mem=0 --sweep seed=1 --sweep lora.r=1,2".split())
     check_repetitions("train c.yaml seed=1 seed=1 output_dir=a --job-start output_dir=b".split())
 
@@ -142,6 +142,7 @@ def test_a_configuration_may_have_any_name(name: str, tmp_path: Path) -> None:
         ("adapters add run 5.yaml", "error: 5.yaml: adapters=5: must be a list of sections, such as [{name: b}]"),
         ("adapters add run zero.yaml", "error: zero.yaml: adapters.0.lora.r=0: must be 1 or more"),
         ("adapters add run twice.yaml", "error: twice.yaml:2: name: duplicate (line 2, first in line 1); keep one"),
+        ("validate c.yaml -- seed=1 seed=2", "error: seed=2: also given as seed=1; keep one"),
         ("validate c.yaml seed=1 seed=2", "error: seed=2: also given as seed=1; keep one"),
         (
             "config c.yaml lr=1 training.learning_rate=2",
@@ -1088,7 +1089,8 @@ def test_scu_train_writes_nothing_before_its_inputs_are_checked(
     monkeypatch.setenv("ZEROLORA_CACHE", str(tmp_path / "cache"))
     (folder / "data.txt").write_text("a b c\n")
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
-    typed = f"zerolora scu-train --data data.txt --output-dir run {words.format(model=ground / 'model')}".split()
+    words = words.format(model=ground / "model") + " --data data.txt" * ("--data" not in words)
+    typed = f"zerolora scu-train --output-dir run {words}".split()
     monkeypatch.setattr("sys.argv", typed)
     assert zerolora() == 2
     assert f"error: {line}" in capfd.readouterr().err
