@@ -14,7 +14,6 @@ import typer
 from launcher.job_attempts import RESUME_AUTO
 from launcher.supervision.terminal import log
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.command_line import replace_overrides
 from trainer.config.errors import UserErrors, to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.contract.restart_record import AdapterChanges, apply_recorded_changes
@@ -56,7 +55,7 @@ def adapters(
             pattern = r"adapters\.(\d+)(.*) \(command line\)"
             name = lambda match: f"{target}: adapters.{int(match[1]) - len(current)}{match[2]}"  # noqa: E731
             raise UserErrors([re.sub(pattern, name, str(mistake)) for mistake in errors.mistakes]) from None
-        options = replace_overrides(settings, [f"adapters={json.dumps(added)}", RESUME_AUTO, "output.overwrite=false"])
+        options = [*settings, f"adapters={json.dumps(added)}", RESUME_AUTO, "output.overwrite=false"]
         if code := subprocess.run([sys.executable, "-m", "launcher.cli", "prepare", path, *options]).returncode:
             raise typer.Exit(code)
     others = [entry for entry in changes.added if entry["name"] not in names]

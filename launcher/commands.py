@@ -4,10 +4,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,9 +27,9 @@ from launcher.submit import submit
 from launcher.supervision.terminal import log
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
-from trainer.config.command_line import EMPTY_VALUE, TEXTS, describe_unknown_option, resolve_name
-from trainer.config.errors import UserErrors, convert_path_error, format_one_line, to_text
-from trainer.config.messages import get_setting_type, suggest_override
+from trainer.config.command_line import EMPTY_VALUE, TEXTS, describe_unknown_option
+from trainer.config.errors import convert_path_error, format_one_line
+from trainer.config.messages import suggest_override
 from trainer.config.settings_reference import build_json_schema, format_reference
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 from trainer.contract.restart_record import apply_recorded_changes
@@ -62,7 +61,6 @@ GROUPS = {
     "Developer": ("ops", "bench", "tier", "compare", "scu-train"),
 }
 """Commands by group title, in the order of `zerolora --help`."""
-REPEATABLE = {"--arch", "--case", "--image", "--peer", "--peer-packages", "--sbatch", "--sweep", "--without"}
 # Typer's type names -> metavars in --help.
 METAVARS = {"<int>": "N", "<str>": "TEXT", "<list[str]>": "TEXT", "<path>": "FILE"}
 
@@ -216,30 +214,9 @@ def build_command() -> Any:
     return command
 
 
-def check_repetitions(words: Sequence[str]) -> None:
-    """Raise UserErrors for each option that is given twice, and for each setting that is given two values."""
-    if words[:1] == ["import"] or "--job-start" in words:  # another trainer's command line, or one that we extended
-        return
-    given, mistakes = dict[str, str](), list[str]()
-    for before, word in pairwise(["", *words]):
-        option, equals, value = word.partition("=")
-        if {before, option} & REPEATABLE or (words[0] == "sweep" and "," in value):  # see `expand_sweep`
-            continue
-        is_option = re.match("-(-|[a-z]$)", option) is not None and "--" not in given
-        name = option.replace("_", "-") if is_option else resolve_name(word)
-        if is_option and name in given:
-            mistakes.append(f"{name}: given twice; keep one")
-        elif not is_option and given.get(name, word) != word and get_setting_type(name):
-            mistakes.append(f"{to_text(word)}: also given as {to_text(given[name])}; keep one")
-        given |= {name: word} if is_option or equals else {}
-    if mistakes:
-        raise UserErrors(mistakes)
-
-
 def main() -> int:
     """Run the command line and return its exit code; for a user error, print one line to stderr and return 2."""
     try:
-        check_repetitions(sys.argv[1:])
         # In standalone mode, Typer would draw a box around each error.
         return int(build_command()(args=sys.argv[1:] or ["--help"], prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:

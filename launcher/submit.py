@@ -17,7 +17,7 @@ from launcher.status import COMMENT_PREFIX
 from launcher.supervision.terminal import log
 from launcher.targets.local import SAFE_PATH_VARIABLES
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.command_line import resolve_name
+from trainer.config.aliases import ALIASES
 from trainer.config.errors import format_count, to_text
 from trainer.contract.home import ZEROLORA_HOME
 from trainer.contract.whole_files import write_text_atomic
@@ -253,6 +253,12 @@ def _build_folder_name(settings: Sequence[str]) -> str:
     parts = [setting.partition("=") for setting in settings]
     names = (f"{key.rpartition('.')[2]}={value.strip('[]{}')}" for key, _, value in parts)
     return ",".join(re.sub(r"[^\w.=+,-]+", "_", name) for name in names)
+
+
+def resolve_name(text: str) -> str:
+    """Return the setting's own name in an override such as `lr=1e-4`."""
+    name = text.partition("=")[0].strip()
+    return ALIASES.get(name, name)
 
 
 def split_values(text: str) -> list[str]:

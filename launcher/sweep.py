@@ -15,11 +15,11 @@ from typing import IO, Annotated
 import typer
 
 from launcher.module import exec_module
-from launcher.submit import RESUME, expand_sweep, load_run_configs, split_values
+from launcher.submit import RESUME, expand_sweep, load_run_configs, resolve_name, split_values
 from launcher.supervision.terminal import log
 from trainer.config import UserError, load_config
 from trainer.config.adapter_entries import PER_ADAPTER
-from trainer.config.command_line import parse_override, replace_overrides, resolve_name
+from trainer.config.command_line import parse_override
 from trainer.config.errors import UserErrors, format_count
 from trainer.config.messages import get_setting_type, suggest_override
 from trainer.config.values import list_accepted_types
@@ -156,7 +156,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
     runs = []
     for line, loaded in zip(lines, load_run_configs(config, fixed, lines), strict=True):
         digest = hashlib.sha256(loaded.model_dump_json().encode()).hexdigest()
-        run = SweepRun(replace_overrides(fixed, shlex.split(line)), Path(loaded.output_dir), digest)
+        run = SweepRun([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
         earlier = recorded.get(str(run.folder))
         if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; use another output_dir")
@@ -196,7 +196,7 @@ def _combine_settings(runs: Sequence[SweepRun], fixed: Sequence[str], folder: Pa
     for run in runs:
         varied = [text for text in run.settings if text not in fixed and not text.startswith("output_dir=")]
         entries.append({"name": run.name, **dict(map(parse_override, varied))})
-    return replace_overrides(fixed, [f"adapters={json.dumps(entries)}", f"output_dir={folder}"])
+    return [*fixed, f"adapters={json.dumps(entries)}", f"output_dir={folder}"]
 
 
 def _fits_gpu(config: Path, settings: Sequence[str], gpu: int) -> bool:
@@ -230,8 +230,7 @@ def split_gpus(gpus: Sequence[int], gpus_per_run: int | None) -> list[Sequence[i
 
 def build_train_command(config: Path, run: SweepRun, gpus_per_run: int | None) -> list[str]:
     number = ["--num-gpus", str(gpus_per_run)] if gpus_per_run else []
-    settings = replace_overrides(run.settings, [f"{RESUME}=auto", *["logging.progress=lines"] * (run.log is not None)])
-    return [sys.executable, "-m", "launcher.cli", "train", str(config), *settings, *number]
+    return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, f"{RESUME}=auto", *number]
 
 
 def train_runs(
@@ -270,10 +269,14 @@ def _start_run(config: Path, run: SweepRun, gpus_per_run: int | None, folder: Pa
     environment = dict(os.environ)
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
-    run.log = None if inherits_terminal else (folder / f"{run.name}.log").open("wb")
-    arguments, stdin = build_train_command(config, run, gpus_per_run), None if inherits_terminal else subprocess.DEVNULL
+    arguments = build_train_command(config, run, gpus_per_run)
+    if inherits_terminal:
+        run.process = subprocess.Popen(arguments, env=environment, start_new_session=True)
+        return
+    run.log = (folder / f"{run.name}.log").open("wb")
+    arguments.append("logging.progress=lines")
     run.process = subprocess.Popen(
-        arguments, env=environment, start_new_session=True, stdin=stdin, stdout=run.log, stderr=run.log
+        arguments, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=run.log, stderr=run.log
     )
 
 

@@ -39,7 +39,6 @@ from benchmarks.tiers.machine import (
     this_machine,
 )
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.config.command_line import replace_overrides
 from trainer.contract.exit_codes import get_signal_exit_code
 from trainer.contract.home import ZEROLORA_HOME
 from trainer.contract.launcher_process import export_launcher_identity
@@ -234,9 +233,8 @@ class Runner:
 
     def _train(self, tier: Tier, folder: Path, overrides: list[str]) -> int:
         """Run `zerolora train` on one GPU, or one CPU rank; return its exit code."""
-        settings = replace_overrides(overrides, tier.overrides)
-        settings = replace_overrides(settings, [f"output_dir={folder}", "output.overwrite=delete"])
-        command = [sys.executable, "-m", "launcher.cli", "train", str(tier.path), *settings, "--num-gpus", "1"]
+        command = [sys.executable, "-m", "launcher.cli", "train", str(tier.path), *overrides, *tier.overrides]
+        command += [f"output_dir={folder}", "output.overwrite=delete", "--num-gpus", "1"]
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": search}
         if not self.machine.on_gpu:

@@ -38,13 +38,12 @@ quality)
   DS_ACCELERATOR=cpu "$python" -m tests.bench.scu_texts "$scratch" "${GGUF:-/tmp/smollm2.gguf}" > "$out/texts.log" 2>&1 ||
     { tail -5 "$out/texts.log"; exit 1; }
   echo "texts and model after $SECONDS s"
-  common=(dataset.path="$scratch/stdlib/train.jsonl"
+  common=(base_model="$scratch/model" dataset.path="$scratch/stdlib/train.jsonl"
     dataset.evaluation.path="$scratch/stdlib/eval.jsonl" dataset.cache_dir="$scratch/cache"
     dataset.evaluation.max_samples=200 training.batch_size=8 training.max_steps=300 training.eval_steps=300
     training.save_steps=0 training.precision=bf16 logging.sample_prompts=[])
   # The first prepares the data, which the others find.
-  "$python" -m launcher.cli validate configs/demo.yaml "${common[@]}" base_model="$scratch/model" \
-    output_dir="$scratch/none" > "$out/validate.log" 2>&1
+  "$python" -m launcher.cli validate configs/demo.yaml "${common[@]}" output_dir="$scratch/none" > "$out/validate.log" 2>&1
   DS_ACCELERATOR=cpu "$python" - "$scratch" << 'STORE'
 import shutil, sys
 from pathlib import Path
@@ -55,8 +54,8 @@ for form, block in (("blocks", 128), ("channel", 1)):
 STORE
   for seed in 1 2 3; do
     for kind in bf16 fp8 int8 nf4 blocks channel; do
-      settings=(adapter=qlora quantization.quant_type="$kind" base_model="$scratch/model")
-      [[ $kind == bf16 ]] && settings=(adapter=lora base_model="$scratch/model")
+      settings=(adapter=qlora quantization.quant_type="$kind")
+      [[ $kind == bf16 ]] && settings=(adapter=lora)
       [[ $kind == blocks ]] && settings=(adapter=lora base_model="$scratch/blocks")
       [[ $kind == channel ]] && settings=(adapter=qlora quantization.quant_type=fp8 base_model="$scratch/channel")
       timeout 300 "$python" -m launcher.cli train configs/demo.yaml "${common[@]}" "${settings[@]}" seed="$seed" \

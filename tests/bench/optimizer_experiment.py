@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.results import compute_t_quantile
-from trainer.config.command_line import replace_overrides
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "lab" / "data" / "optimizers.json"
@@ -109,8 +108,8 @@ class Pool:
     def _start(self, name: str, values: dict[str, Any]) -> subprocess.Popen[bytes]:
         (self.folder / f"{name}.yaml").write_text("{}\n")
         given = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-        given = replace_overrides([*given, f"output_dir={self.folder / name}", "output.overwrite=delete"], self.changes)
-        command = [sys.executable, "-m", "launcher.cli", "train", str(self.folder / f"{name}.yaml"), *given]
+        command = [sys.executable, "-m", "launcher.cli", "train", str(self.folder / f"{name}.yaml"), *given,
+                   f"output_dir={self.folder / name}", "output.overwrite=delete", *self.changes]  # fmt: skip
         with (self.folder / LOG.format(name=name)).open("w") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
 

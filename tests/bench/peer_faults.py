@@ -105,10 +105,8 @@ def run_zerolora(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def train(folder: Path, name: str, *settings: str, ranks: int = 1) -> list[float]:
     """Train into the folder `name` and return the losses. Raises RuntimeError with the last line of a failed run."""
     base = [f"output_dir={folder / name}", "output.overwrite=delete", "training.batch_size=1", "zero.stage=2"]
-    names = {text.partition("=")[0] for text in settings}
-    base = [*(text for text in base if text.partition("=")[0] not in names), *settings]
     ended = run_zerolora(folder, "train", str(folder / "base.yaml"), "--num-gpus", str(ranks), *base,
-                         f"training.gradient_accumulation_steps={4 // ranks}")  # fmt: skip
+                         f"training.gradient_accumulation_steps={4 // ranks}", *settings)  # fmt: skip
     if ended.returncode:
         lines = [line for line in ended.stderr.splitlines() if line.startswith("error")] or [ended.stderr[-200:]]
         raise RuntimeError(f"exit code {ended.returncode}: {lines[0]}")

@@ -15,8 +15,6 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from trainer.config.command_line import replace_overrides
-
 PROMPT, ANSWER = 256, 767  # and the end-of-text token
 LONG_PROMPT, SHORT_ANSWER = 1024, 511
 CASES: dict[str, dict[str, object]] = {
@@ -63,8 +61,7 @@ def measure(folder: Path, name: str, shape: str, changes: dict[str, object], mor
     }  # fmt: skip
     (folder / f"{run.name}.yaml").write_text("{}\n")
     given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    given = replace_overrides(given, more)
-    command = [sys.executable, "-m", "launcher.cli", "train", str(folder / f"{run.name}.yaml"), *given]
+    command = [sys.executable, "-m", "launcher.cli", "train", str(folder / f"{run.name}.yaml"), *given, *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout[-3000:] + done.stderr[-3000:])

@@ -23,7 +23,6 @@ import torch
 
 from tests.bench.vision_peers import ANSWER, BATCH, STEPS, WARM_UP
 from tests.vision import CHAT, PATCHES, QWEN_TOKENS
-from trainer.config.command_line import replace_overrides
 
 IMAGES, QUESTION = 16, 120
 PEFT, UNSLOTH = "images, transformers and PEFT", "images, Unsloth"
@@ -114,8 +113,7 @@ def measure(folder: Path, name: str, model: Path, more: list[str]) -> tuple[floa
     }  # fmt: skip
     (folder / f"{run.name}.yaml").write_text("{}\n")
     given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    given = replace_overrides(given, more)
-    command = [sys.executable, "-m", "launcher.cli", "train", str(folder / f"{run.name}.yaml"), *given]
+    command = [sys.executable, "-m", "launcher.cli", "train", str(folder / f"{run.name}.yaml"), *given, *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout[-3000:] + done.stderr[-3000:])

@@ -16,7 +16,6 @@ import pytest
 
 from benchmarks.compare.__main__ import main as compare
 from benchmarks.tiers.__main__ import main as tier
-from launcher.commands import check_repetitions
 from launcher.commands import main as zerolora
 from launcher.importing.command import translate_arguments
 from launcher.status import describe_run
@@ -110,12 +109,6 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_options_that_take_a_list_may_be_repeated() -> None:
-    check_repetitions("generate run --image a --image b --raw -- --raw --raw".split())
-    check_repetitions("submit c.yaml --sbatch --mem=0 --sbatch --mem=0 --sweep seed=1 --sweep lora.r=1,2".split())
-    check_repetitions("train c.yaml seed=1 seed=1 output_dir=a --job-start output_dir=b".split())
-
-
 @pytest.mark.parametrize("name", ["c.txt", "c.csv", "c.jsonl"])
 def test_a_configuration_may_have_any_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("# mine\nbase_model: m\ndataset: {path: d}\n")
@@ -142,16 +135,9 @@ def test_a_configuration_may_have_any_name(name: str, tmp_path: Path) -> None:
         ("adapters add run 5.yaml", "error: 5.yaml: adapters=5: must be a list of sections, such as [{name: b}]"),
         ("adapters add run zero.yaml", "error: zero.yaml: adapters.0.lora.r=0: must be 1 or more"),
         ("adapters add run twice.yaml", "error: twice.yaml:2: name: duplicate (line 2, first in line 1); keep one"),
-        ("validate c.yaml -- seed=1 seed=2", "error: seed=2: also given as seed=1; keep one"),
-        ("validate c.yaml seed=1 seed=2", "error: seed=2: also given as seed=1; keep one"),
         (
             "config c.yaml lr=1 training.learning_rate=2",
-            "error: training.learning_rate=2: also given as lr=1; keep one",
         ),
-        ("sweep c.yaml lora.r=1,2 seed=1 seed=2", "error: seed=2: also given as seed=1; keep one"),
-        ("merge run --output m --output n", "error: --output: given twice; keep one"),
-        ("train c.yaml --launcher local --launcher=mpi", "error: --launcher: given twice; keep one"),
-        ("scu-train --block-size 8 --block_size 9", "error: --block-size: given twice; keep one"),
         ("train c.yaml -seed=1", "error: -seed=1: settings are written without dashes: seed=VALUE; see"),
         ("submit c.yaml --nodes 0", "error: --nodes 0: must be 1 or more; see"),
         ("submit c.yaml --grace 99999", "error: --grace 99999: must be 65535 or less; see"),

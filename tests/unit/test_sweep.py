@@ -12,9 +12,8 @@ import pytest
 import typer
 
 from launcher import sweep as sweep_module
-from launcher.commands import check_repetitions
 from launcher.commands import main as zerolora
-from launcher.submit import RESUME, expand_sweep
+from launcher.submit import expand_sweep
 from launcher.sweep import SweepRun, plan_runs, record_runs, split_axes, split_gpus, train_runs
 from trainer.config import UserError
 from trainer.contract.heartbeat import Heartbeat, HeartbeatFolder
@@ -166,14 +165,6 @@ def test_a_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert run(monkeypatch, "sweep", "c.yaml", "lora.r=8,16", "--nodes", "2") == 2
     assert "--nodes: not an option of `zerolora sweep`; options of `zerolora submit` need" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["c.yaml"]
-
-
-def test_no_run_gets_a_setting_twice(config: Path) -> None:
-    """`zerolora train` refuses two values, and a sweep sets the folder, and how to resume, itself."""
-    runs = plan_runs(config, ["seed=1,2"], ["output_dir=s", "lr=1", f"{RESUME}=latest"], Path("s").absolute())
-    command = sweep_module.build_train_command(config, runs[0], None)
-    check_repetitions(command[3:])
-    assert command[-1] == f"{RESUME}=auto" and f"{RESUME}=latest" not in command
 
 
 def program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

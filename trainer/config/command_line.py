@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn
@@ -94,18 +94,6 @@ def describe_unknown_option(option: str, known: Iterable[str]) -> str:
     similar = [*counts, find_nearest(option, names), *(name for name in names if name.startswith(option))]
     hint = next((f"; did you mean {name}?" for name in similar if name), "")
     return f"{option}: not an option of this command{hint}"
-
-
-def resolve_name(text: str) -> str:
-    """Return the setting's own name in an override such as `lr=1e-4`."""
-    name = text.partition("=")[0].strip()
-    return ALIASES.get(name, name)
-
-
-def replace_overrides(settings: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return `settings` without those that `others` also set, followed by `others`."""
-    names = {resolve_name(text) for text in others}
-    return [*(text for text in settings if resolve_name(text) not in names), *others]
 
 
 Main = Callable[[list[str] | None], int | None]
