@@ -135,9 +135,6 @@ def test_a_configuration_may_have_any_name(name: str, tmp_path: Path) -> None:
         ("adapters add run 5.yaml", "error: 5.yaml: adapters=5: must be a list of sections, such as [{name: b}]"),
         ("adapters add run zero.yaml", "error: zero.yaml: adapters.0.lora.r=0: must be 1 or more"),
         ("adapters add run twice.yaml", "error: twice.yaml:2: name: duplicate (line 2, first in line 1); keep one"),
-        (
-            "config c.yaml lr=1 training.learning_rate=2",
-        ),
         ("train c.yaml -seed=1", "error: -seed=1: settings are written without dashes: seed=VALUE; see"),
         ("submit c.yaml --nodes 0", "error: --nodes 0: must be 1 or more; see"),
         ("submit c.yaml --grace 99999", "error: --grace 99999: must be 65535 or less; see"),
