@@ -173,9 +173,7 @@ def scu_train(context: typer.Context) -> None:
 def _add_module_command(name: str, module: str, text: str) -> None:
     def run_module(context: typer.Context) -> None:
         if find_spec(module.partition(".")[0]) is None:
-            raise UserError(
-                f"zerolora {name}: not in this installation; run `pip install -e .` in a checkout of zerolora"
-            )
+            raise UserError(f"zerolora {name}: not installed; run `pip install -e .` in a checkout of zerolora")
         for argument in context.args[:1]:
             if argument.endswith((".yaml", ".yml")) and not Path(argument).exists():
                 load_config(Path(argument))  # report a missing file before the module imports torch
@@ -222,7 +220,7 @@ def main() -> int:
         # In standalone mode, Typer would draw a box around each error.
         return int(build_command()(args=sys.argv[1:] or ["--help"], prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
-        hint = error.ctx.command_path if error.ctx else "zerolora"
+        hint = error.ctx.command_path if error.ctx else " ".join(["zerolora", *sys.argv[1:2]])
         mistake = format_one_line(_describe_usage_error(error))
         log(f"error: {mistake}{' See' if mistake.endswith(('.', '?')) else '; see'} `{hint} --help`")
         return EXIT_USAGE
@@ -243,17 +241,21 @@ def main() -> int:
 
 
 def _describe_usage_error(error: Any) -> str:
-    option = getattr(error, "option_name", None)
+    option = getattr(error, "option_name", None)  # of -seed=1, Click only names -s
+    option = next((word for word in sys.argv if option and len(option) == 2 and word.startswith(option)), option)
     override = suggest_override(option) if option else None
     names = {*getattr(getattr(error, "param", None), "opts", ())}
     message = error.format_message()
+    if unknown := re.match(r"No such command '(.+\.ya?ml)'", message):
+        return f"{unknown[1]}: not a command; to train with this file, run `zerolora train {unknown[1]}`"
     if message.startswith("Missing "):
         return f"{error.param.metavar}: missing; pass {error.param.help[:1].lower()}{error.param.help[1:-1]}"
     if message.endswith("requires an argument."):
         return f"{option}: has no value; write one after it"
     if names and "Input should be " in message:  # pydantic's message omits the value
-        expected = "a whole number" if "valid integer" in message else message.rpartition("Input should be ")[2]
-        return f"{error.param.opts[0]} {error.param.typed}: must be {expected}"
+        bound = re.sub("greater than or equal to (.*)", r"\1 or more", message.rpartition("Input should be ")[2])
+        bound = "a whole number" if "valid integer" in message else re.sub("less.* to (.*)", r"\1 or less", bound)
+        return f"{error.param.opts[0]} {error.param.typed}: must be {bound}"
     if option and not names and not override:
         parameters = error.ctx.command.params if error.ctx else ()
         return describe_unknown_option(option, (name for each in parameters for name in each.opts if name[:1] == "-"))

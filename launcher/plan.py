@@ -131,8 +131,6 @@ def _find_reachable_name(host: str) -> str | None:
     except socket.gaierror:
         return None  # a name from ~/.ssh/config
     if any(address.startswith("127.") or address == "::1" for address in addresses):
-        log(
-            f"note: {name} resolves to a loopback address here; other hosts will use the first address in `hostname -I`"
-        )
+        log(f"note: {name} resolves to a loopback address here; other hosts use the first address in `hostname -I`")
         return None
     return name

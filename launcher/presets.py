@@ -95,7 +95,9 @@ def _describe_first_step(model: str | None, data: str | None, preset: str, *, is
         return f"{to_text(model)} does not exist; correct base_model or put the model there, then"
     if data is None:
         return "set dataset.path, then"
-    if Path(data).suffix in (".jsonl", ".json", ".parquet", ".csv", ".txt") and not Path(data).expanduser().exists():
+    path, suffixes = Path(data).expanduser(), (".jsonl", ".json", ".parquet", ".csv", ".txt")
+    is_hub_id = path.suffix not in suffixes and not path.parent.is_dir()  # or a URL
+    if not is_hub_id and not path.exists():
         return f"{to_text(data)} does not exist yet; write the data there, then"
     problem = f"warning: {to_text(model)} could not be read, locally or on the Hub, so " if is_guessed else ""
     fix = "; check the model's name and the connection and run init again, or adjust the settings" if is_guessed else ""
@@ -147,9 +149,7 @@ def render_preset(preset: str, output: Path, *, model: str | None = None, data: 
         raise UserError(f"--preset {preset}: no such preset; {hint}")
     path = CONFIGS / f"{PRESETS[preset]}.yaml"
     if not path.is_file():
-        raise UserError(
-            f"--preset {preset}: {path} is missing; presets exist only in a source checkout; clone the repository"
-        )
+        raise UserError(f"--preset {preset}: {path} is missing; clone the repository, which has all presets")
     rest = path.read_text(encoding="utf-8").splitlines()[1:]
     lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
     values = {"output_dir": f"runs/{_build_file_name(output.stem)}"} | ({"dataset.path": data} if data else {})

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -224,7 +225,10 @@ def list_operators() -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; `zerolora ops --help` lists the commands\n")
+        message = re.sub(".*choice: '(.*)' .*", r"\1: not a command of zerolora ops; use list or build", message)
+        message = re.sub("unrecognized arguments: (.*)", r"\1: not an argument of this command; remove it", message)
+        message = re.sub("argument (.*): expected .*", r"\1: has no value; write one after it", message)
+        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("list", help="DeepSpeed's operators and ours")
     build = commands.add_parser("build", help="compile ahead of time")
-    build.add_argument("--arch", nargs="+", metavar="9.0", help="only for GPUs of these compute capabilities")
+    build.add_argument("--arch", nargs="+", action="extend", metavar="9.0", help="only for these compute capabilities")
     build.add_argument(
         "--into", type=Path, metavar="DIR", help=f"shared folder; runs find it through {prebuilt.OPS_PATH_VARIABLE}"
     )

@@ -191,10 +191,8 @@ class Loop:
         position.target_tokens += result.target_tokens
         self._stop = result.stop
         self._save_requested = self._save_requested or result.save
-        if self._previous is None:
-            seconds = time.perf_counter() - self._started
-        else:
-            seconds = launched.seconds_since(self._previous)
+        previous = self._previous
+        seconds = time.perf_counter() - self._started if previous is None else launched.seconds_since(previous)
         self._previous = launched
         self._report(step, result, metrics, seconds)
 

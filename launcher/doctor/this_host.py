@@ -201,9 +201,7 @@ def check_build_locks() -> Iterator[CheckResult]:
 def check_port(port: int | None) -> CheckResult:
     """Check that `port` is free on this host; None means that a free port will be chosen."""
     if port is None:
-        return CheckResult(
-            "port", "OK", "a free one will be chosen at startup; to choose it yourself, set --master-port"
-        )
+        return CheckResult("port", "OK", "a free one is chosen at startup; to choose it yourself, set --master-port")
     if reason := describe_port_problem(port):
         fix = "use another --master-port, or stop the process that listens on this one"
         return CheckResult("port", "FAIL", f"{port} on {get_host_name()} is already in use ({reason})", fix)

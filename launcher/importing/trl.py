@@ -37,9 +37,7 @@ def parse_command_line(arguments: Sequence[str], folder: Path) -> ForeignConfig:
             raise UserError(f"{script}: {reason}")
     tree = read_options(arguments)
     if not tree:
-        raise UserError(
-            f"{' '.join(arguments)}: no options found; pass one configuration file, or the whole command line"
-        )
+        raise UserError(f"{' '.join(arguments)}: no options; pass one configuration file, or the whole command line")
     foreign = ForeignConfig("TRL", script or "the command line", tree, folder, is_command_line=True)
     if config := tree.pop("config", None):
         if config is True:

@@ -22,6 +22,20 @@ from ops.toolkit import BuildError, build_gencode_flag, check_toolkit, list_arch
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("foo", "error: foo: not a command of zerolora ops; use list or build; see `zerolora ops --help`\n"),
+        ("build foo", "error: foo: not an argument of this command; remove it; see `zerolora ops --help`\n"),
+        ("build --arch", "error: --arch: has no value; write one after it; see `zerolora ops build --help`\n"),
+    ],
+)
+def test_a_mistake_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert capsys.readouterr().err == line
+
+
 def test_registers_into_deepspeeds_table(capsys):
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 

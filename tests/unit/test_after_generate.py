@@ -310,6 +310,10 @@ def test_odd_prompts_are_answered_and_one_that_is_too_long_alone_is_not(
     captured = capsys.readouterr()
     assert captured.out.count("> ") == 3 and "> over under\n" in captured.out
     assert "context holds 256" in captured.err and "error: 1 prompt was not answered" in captured.err
+    assert f"error: --prompts={file}, record 3: 'cat cat" in captured.err
+    file.write_text("\n" + json.dumps({"prompt": "cat " * 300}) + "\n")
+    assert generate.main([str(run_dir), "--prompts", str(file)]) == 2
+    assert f"error: --prompts={file}, record 1: the prompt has" in capsys.readouterr().err
 
 
 FORMS = {

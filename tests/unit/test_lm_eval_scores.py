@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from tests.lm_eval_tasks import write_tasks
 from tests.runs_in_process import make_ground, train
@@ -213,6 +214,10 @@ BAD_TASKS = {
     "list.yaml": "--tasks=list.yaml: lm-eval cannot load it (Expected YAML dict from ",
     "empty.yaml": "--tasks=empty.yaml: lm-eval cannot load it (it has no dataset_path); check the task",
     "no-data.yaml": "--tasks=no-data.yaml: lm-eval cannot load it (",
+    "metrics.yaml": '--tasks=metrics.yaml: metric_list="acc": must be a list; fix this key of the task',
+    "shots.yaml": '--tasks=shots.yaml: num_fewshot="two": must be a whole number; fix this key of the task',
+    "key.yaml": "--tasks=key.yaml: lm-eval cannot load it (unknown key foo); check the task",
+    "split.yaml": "--tasks=split.yaml: lm-eval cannot load it (it has no 'dev'); check the task",
 }
 
 
@@ -227,6 +232,11 @@ def test_a_task_that_cannot_be_loaded_is_reported(
     Path("list.yaml").write_text("- task\n")
     Path("empty.yaml").write_text("task: mine\n")
     Path("no-data.yaml").write_text(Path(write_tasks(tmp_path)[1]).read_text().replace("task-test", "missing"))
+    task = yaml.safe_load(Path(write_tasks(tmp_path)[1]).read_text())
+    for file, change in (("metrics", {"metric_list": "acc"}), ("shots", {"num_fewshot": "two"})):
+        Path(f"{file}.yaml").write_text(yaml.safe_dump(task | change))
+    Path("key.yaml").write_text(yaml.safe_dump(task | {"foo": 1}))
+    Path("split.yaml").write_text(yaml.safe_dump(task | {"test_split": "dev"}))
     assert evaluate.main([str(run_dir), "--tasks", name]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {BAD_TASKS[name]}") and said.count("\n") == 1, said

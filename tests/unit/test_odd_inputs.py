@@ -109,6 +109,12 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
+@pytest.mark.parametrize("name", ["c.txt", "c.csv", "c.jsonl"])
+def test_a_configuration_may_have_any_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("# mine\nbase_model: m\ndataset: {path: d}\n")
+    assert load_config(tmp_path / name).config.base_model == "m"
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -127,14 +133,24 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path, refuse: Command) 
         ("status c.yaml extra", "error: extra: not an argument of this command; remove it; see"),
         ("adapters add many.yaml", "error: FILE|NAME: missing; pass file to add (YAML), or adapter name to remove"),
         ("adapters add run 5.yaml", "error: 5.yaml: adapters=5: must be a list of sections, such as [{name: b}]"),
+        ("adapters add run zero.yaml", "error: zero.yaml: adapters.0.lora.r=0: must be 1 or more"),
+        ("adapters add run twice.yaml", "error: twice.yaml:2: name: duplicate (line 2, first in line 1); keep one"),
+        ("train c.yaml -seed=1", "error: -seed=1: settings are written without dashes: seed=VALUE; see"),
+        ("submit c.yaml --nodes 0", "error: --nodes 0: must be 1 or more; see"),
+        ("submit c.yaml --grace 99999", "error: --grace 99999: must be 65535 or less; see"),
+        ("adapters foo emptiness x", "error: zerolora adapters foo: unknown action; use add or remove"),
+        ("c.yaml seed=1", "error: c.yaml: not a command; to train with this file, run `zerolora train c.yaml`; see `z"),
+        ("import x.yaml -o", "error: -o: has no value; write one after it; see `zerolora import --help`"),
     ],
 )
 def test_command_lines_are_refused(words: str, line: str, tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "c.yaml").write_text("base_model: m\noutput_dir: run\ndataset: {path: d}\n")
     (tmp_path / "5.yaml").write_text("adapters: 5\n")
+    (tmp_path / "zero.yaml").write_text("name: b\nlora: {r: 0}\n")
+    (tmp_path / "twice.yaml").write_text("name: b\nname: c\n")
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "bin").write_bytes(b"\x98\x00")
-    AdapterChanges(["c.yaml"], str(tmp_path)).write(tmp_path / "run")
+    AdapterChanges(["c.yaml", "adapters=[{name: a}]"], str(tmp_path)).write(tmp_path / "run")
     assert refuse(*words.split(" ")).startswith(line)
 
 
@@ -1060,7 +1076,8 @@ def test_scu_train_writes_nothing_before_its_inputs_are_checked(
     monkeypatch.setenv("ZEROLORA_CACHE", str(tmp_path / "cache"))
     (folder / "data.txt").write_text("a b c\n")
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
-    typed = f"zerolora scu-train --data data.txt --output-dir run {words.format(model=ground / 'model')}".split()
+    words = words.format(model=ground / "model") + " --data data.txt" * ("--data" not in words)
+    typed = f"zerolora scu-train --output-dir run {words}".split()
     monkeypatch.setattr("sys.argv", typed)
     assert zerolora() == 2
     assert f"error: {line}" in capfd.readouterr().err

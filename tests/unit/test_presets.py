@@ -58,6 +58,8 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
     (tmp_path / "my models" / "Qwen2.5-3B" / "config.json").touch()
     there = init("--model", "./my models/Qwen2.5-3B", "--data", "my data #1.jsonl", "--output", "b.yaml", cwd=tmp_path)
     assert "my data #1.jsonl does not exist yet" in there.stdout
+    assert "nope does not exist yet" in init("--data", "nope", "--output", "c.yaml", cwd=tmp_path).stdout
+    assert "exist" not in init("--data", "owner/name", "--output", "d.yaml", cwd=tmp_path).stdout
     assert commands == [f"  zerolora {name} 'my run.yaml'" for name in ("validate", "inspect", "train")]
     loaded = load_config(tmp_path / "my run.yaml")
     assert loaded.notes == ()

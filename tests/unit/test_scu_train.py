@@ -15,7 +15,7 @@ import yaml
 from launcher.scu_train import check_requirements
 from tests.cluster.hosts import needs_programs
 from tests.tiny import make_model, write_chats
-from trainer.config import RunConfig, load_config, scu_flags
+from trainer.config import RunConfig, UserError, load_config, scu_flags
 from trainer.contract.exit_codes import EXIT_DELAY_S
 from trainer.contract.rendezvous import find_free_port
 
@@ -40,6 +40,16 @@ def value(config: RunConfig, name: str) -> Any:
 def test_the_defaults_are_those_of_the_guide(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     assert {name: value(config, name) for name in DEFAULTS} == DEFAULTS
+
+
+def test_a_run_in_place_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    options = scu_flags.parse_flags(["--resume-from-checkpoint", str(tmp_path / "run")])
+    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"{tmp_path} has no training_config.json; use a checkpoint-N in the folder of"):
+        scu_flags.load_resumed_settings(options)
+    (tmp_path / "run" / "training_config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"run: is a run, not a checkpoint; use {tmp_path}/run/checkpoint-5$"):
+        scu_flags.load_resumed_settings(options)
 
 
 DEFAULTS: dict[str, Any] = {
@@ -311,7 +321,10 @@ def test_a_test_run_trains_and_leaves_its_log(tmp_path: Path) -> None:
     # As the guide resumes: everything that is not given comes from the run, the output folder included.
     wrong = zerolora("scu-train", "--resume-from-checkpoint", "./out/checkpoint-7", "--max-steps", "12", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
-    assert "--resume-from-checkpoint=out/checkpoint-7" in wrong.stderr and "checkpoint-5, checkpoint-10" in wrong.stderr
+    assert (
+        "--resume-from-checkpoint=out/checkpoint-7" in wrong.stderr
+        and "use out/checkpoint-5 or out/checkpoint-10" in wrong.stderr
+    )
     resumed = zerolora(
         "scu-train", "--resume-from-checkpoint", "./out/checkpoint-10", "--max-steps", "12", cwd=tmp_path
     )

@@ -68,7 +68,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature:g}: must be 0 or more")
+            raise UserError(f"--temperature={self.temperature:g}: must be a finite number, 0 or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p={self.top_p:g}: must be above 0 and at most 1")
 
@@ -121,21 +121,22 @@ def load_for_inference(run: FinishedRun, tokenizer: Any, *, with_base: bool) -> 
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], failed: list[str]
+    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], failed: list[str], origins: Sequence[str] = ()
 ) -> Iterator[tuple[Prompt, torch.Tensor]]:
     """Yield each prompt with its token IDs [1, T].
 
-    A prompt that cannot be encoded is printed to stderr and appended to `failed`. If it is the only prompt in a list,
-    raises UserError instead.
+    A prompt that cannot be encoded is printed to stderr with its entry in `origins`, and appended to `failed`. If it is
+    the only prompt in a list, raises UserError instead.
     """
-    for prompt in map(replace_invalid_unicode, prompts):
+    for index, prompt in enumerate(map(replace_invalid_unicode, prompts)):
         try:
             yield prompt, encode(prompt)
         except UserError as error:
+            origin = "".join(f"{origin}: " for origin in origins[index : index + 1] if origin)
             if isinstance(prompts, list) and len(prompts) == 1:
-                raise
+                raise UserError(f"{origin}{error}") from None
             failed.append(format_prompt(prompt))
-            print(f"error: {to_text(format_prompt(prompt))!r}: {error}", file=sys.stderr, flush=True)
+            print(f"error: {origin}{to_text(format_prompt(prompt))!r}: {error}", file=sys.stderr, flush=True)
 
 
 def load_generation_inputs(
@@ -238,9 +239,7 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=parse_positive_int, default=1, metavar="N", help="batch size (default: 1)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.image and (arguments.batch_size > 1 or arguments.file is not None or arguments.raw):
-        raise UserError(
-            "--image: works only with PROMPT arguments, one at a time; remove --batch-size, --prompts and --raw"
-        )
+        raise UserError("--image: needs PROMPT arguments, one at a time; remove --batch-size, --prompts and --raw")
     if arguments.raw and arguments.system is not None:
         raise UserError("--system: has no effect with --raw, which continues prompts as typed; remove one of them")
     if not all(prompt.strip() for prompt in arguments.prompts):
@@ -258,7 +257,8 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     arguments = _parse_arguments(argv)
     silence_libraries()
-    listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
+    origins = [""] * len(arguments.prompts)
+    listed = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts", origins) if arguments.file else ())]
     model, tokenizer, section, prompt_format, images = load_generation_inputs(arguments, with_base=arguments.base)
     prompts = listed if listed or arguments.file is not None else read_stdin_prompts(sys.stdin.isatty())
     failed: list[str] = []
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
         check_prompt_length(row, get_context_length(model.config))
         return row
 
-    rows = encode_prompts(prompts, encode, failed)
+    rows = encode_prompts(prompts, encode, failed, origins)
     console = Console()
     # Stream to a terminal; write complete answers to a pipe.
     is_streaming = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()

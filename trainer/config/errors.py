@@ -95,7 +95,7 @@ def describe_first_error(error: ValidationError) -> str:
     """Describe the first error, prefixed with the dotted name of the invalid value, and the value, if it has a name."""
     first = error.errors(include_url=False)[0]
     # For a union, pydantic also adds the alternative to the name.
-    tag = r"int|float|str|bool|(list|dict|constrained|function).+"
+    tag = r"int|float|str|bool|callable|(list|dict|constrained|function).+"
     name = ".".join(str(part) for part in first["loc"] if not re.fullmatch(tag, str(part)))
     problem = describe_problem(first).removesuffix("; put it in quotes")  # a file in JSON
     if name and first["type"] != "missing":

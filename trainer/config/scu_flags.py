@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from trainer.config.command_line import CommandParser
-from trainer.config.errors import Mistake, UserError, UserErrors
+from trainer.config.errors import Mistake, UserError, UserErrors, join_choices
 from trainer.config.files import Positive, read_json, read_value
 from trainer.config.load import LoadedConfig, load_config
 from trainer.config.values import set_dotted
@@ -116,10 +116,10 @@ def load_resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
     try:
         tree: dict[str, Any] = read_json(run / RECORDED_CONFIG_FILE)
     except FileNotFoundError:
-        raise UserError(
-            f"--resume-from-checkpoint={options.resume_from_checkpoint}: {run} has no {RECORDED_CONFIG_FILE}; "
-            "use a checkpoint-N in the output folder of a run"
-        ) from None
+        problem, fix = f"{run.absolute()} has no {RECORDED_CONFIG_FILE}", "use a checkpoint-N in the folder of a run"
+        if (folder / RECORDED_CONFIG_FILE).is_file():
+            problem, fix = "is a run, not a checkpoint", _suggest_checkpoints(folder)
+        raise UserError(f"--resume-from-checkpoint={options.resume_from_checkpoint}: {problem}; {fix}") from None
     tree["output_dir"] = str(run)
     changed = build_settings(options, options.data or "", None)
     for flag in (*options.given, "resume_from_checkpoint"):
@@ -138,8 +138,8 @@ def read_resumed_ranks(run_dir: Path) -> int:
 
 def _suggest_checkpoints(run_dir: Path) -> str:
     steps = sorted(int(path.name[11:]) for path in run_dir.glob("checkpoint-*") if path.name[11:].isdigit())
-    names = ", ".join(f"checkpoint-{step}" for step in steps)
-    return f"{run_dir} has {names}" if names else f"{run_dir} has no checkpoints; remove the flag"
+    names = join_choices(str(run_dir / f"checkpoint-{step}") for step in steps)
+    return f"use {names}" if names else f"{run_dir.absolute()} has no checkpoints; remove the flag"
 
 
 def load_flag_config(path: Path, options: argparse.Namespace) -> LoadedConfig:
@@ -170,9 +170,8 @@ def open_log(output: Path) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("ab")
     except OSError as error:
-        raise UserError(
-            f"--output-dir {output}: {path} cannot be written ({error.strerror}); use another folder"
-        ) from None
+        problem = f"{path} cannot be written ({error.strerror})"
+        raise UserError(f"--output-dir {output}: {problem}; use another folder") from None
     with suppress(OSError):
         LOG_FILE.parent.mkdir(exist_ok=True)
         if LOG_FILE.is_symlink():

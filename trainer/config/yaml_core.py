@@ -18,6 +18,7 @@ MAX_VALUES = 100_000
 """Limit on the expansion of nested anchors, which can produce billions of values in a few lines."""
 _DATA_FILES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".md")
 _RECORDS = re.compile(r"\s*(\[\s*\{|\{.*\n\{)")
+_SETTINGS = re.compile(r"^(base_model|dataset|training|adapters)\s*:", re.MULTILINE)
 MISSING_FILE_FIX = "check its name, or use a preset in configs/"
 # The beginning of PyYAML's error message -> how to fix the error.
 _HINTS = {
@@ -155,7 +156,7 @@ def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> Yam
 
 def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
     """Parse the content of the file `path`. Raises UserError if it is invalid or without settings."""
-    if path.name.lower().endswith(_DATA_FILES) or _RECORDS.match(text):
+    if _RECORDS.match(text) or (path.name.lower().endswith(_DATA_FILES) and not _SETTINGS.search(text)):
         raise UserError(f"{path}: contains data; pass the run's YAML file, and set dataset.path={path}")
     try:
         loader = loader_class(text)

@@ -18,14 +18,16 @@ Prompt = str | list[dict[str, Any]] | Conversation
 PROMPT_FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "text")
 
 
-def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
+def read_prompts(path: str, setting: str, origins: list[str] | None = None) -> Iterator[Prompt]:
     """Yield each record's prompt from a file, without the answers in training records.
 
-    `setting` is the option that contains `path`. Raises UserError for a file or record without a prompt.
+    `setting` is the option that contains `path`, and `origins` receives the name of each record. Raises UserError for a
+    file or record without a prompt.
     """
-    source, number = build_source(path, setting), 0
+    source, number, origins = build_source(path, setting), 0, [] if origins is None else origins
     for number, row in enumerate(read_rows(read_source(source, setting, streaming=True), source, setting), start=1):
-        yield _read_prompt(parse_row(row), describe_record(f"{setting}={path}", number, row))
+        origins.append(describe_record(f"{setting}={path}", number, row))
+        yield _read_prompt(parse_row(row), origins[-1])
     if not number:
         raise UserError(f"{setting}={path}: contains no prompt; write one per line")
 

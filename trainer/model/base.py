@@ -20,12 +20,7 @@ from trainer.model.model_kind import (
     is_mxfp4,
     set_score_head,
 )
-from trainer.model.model_source import (
-    build_load_error,
-    build_missing_tokenizer_error,
-    check_config_file,
-    check_source,
-)
+from trainer.model.model_source import build_load_error, build_missing_tokenizer_error, check_config_file, check_source
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import build_byte_tokenizer, build_random_config, init_score_head
 from trainer.model.stored_settings import find_stored_format
@@ -144,9 +139,7 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         vocabulary = tokenizer.get_vocab()
         tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
     if tokenizer.pad_token is None:
-        raise UserError(
-            "model.pad_token: the tokenizer has no padding or end token; set it to a token in the vocabulary"
-        )
+        raise UserError("model.pad_token: the tokenizer has no padding or end token; use a token in the vocabulary")
 
 
 def get_context_length(model_config: Any) -> int | None:

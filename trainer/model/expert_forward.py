@@ -76,11 +76,7 @@ def _build_weight_operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | 
     if activation is None or gate_up is None or down is None:
         return None
     return ops.ExpertWeights(
-        gate_up,
-        down,
-        getattr(experts, f"{GATE_UP}_bias", None),
-        getattr(experts, f"{DOWN}_bias", None),
-        *activation,
+        gate_up, down, getattr(experts, f"{GATE_UP}_bias", None), getattr(experts, f"{DOWN}_bias", None), *activation
     )
 
 

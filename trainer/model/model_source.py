@@ -12,13 +12,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import (
-    UnreadableFileError,
-    check_type,
-    describe_broken_link,
-    read_json,
-    read_json_or_default,
-)
+from trainer.config.files import UnreadableFileError, check_type, describe_broken_link, read_json, read_json_or_default
 from trainer.config.paths import find_similar_path
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems

@@ -91,7 +91,7 @@ def _find_step(config: RunConfig, samples: int, step: int, ranks: int) -> tuple[
     if training.batch_size == AUTO:
         raise UserError("training.batch_size=auto: not known until the run starts; use its training_config.json")
     if (last := count_steps(training, samples, ranks)) is not None and step > last:
-        raise UserError(f"--step {step}: the run has only {last:,} steps; use 1 to {last}")
+        raise UserError(f"--step {step}: the run has only {format_count(last, 'step')}; use 1 to {last}")
     size = compute_global_batch(training, ranks)
     epoch, in_epoch = divmod(step - 1, compute_steps_per_epoch(samples, size))
     return epoch, in_epoch * size, size

@@ -8,14 +8,15 @@ of batches, since a forward pass under ZeRO-3 gathers weights.
 import copy
 import logging
 import random
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from yaml import MarkedYAMLError
 
 from trainer.config import UserError
 from trainer.config.evaluation_section import EvaluationSection, check_task_names
+from trainer.config.files import UnreadableFileError, check_type
 from trainer.contract.known_versions import patch_attribute, replaces
 from trainer.parallel.ranks.group import Ranks, assign_batches, gather_objects
 from trainer.parallel.ranks.progress import phase
@@ -47,10 +49,13 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
     check_task_names(names)
     files = [name for name in names if name.endswith(".yaml")]
 
+    from lm_eval.config.task import TaskConfig
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    types = get_type_hints(TaskConfig, None, {"Callable": Callable, "OutputType": str, "FewshotConfig": dict})
+    types |= {key: types[key] | int | list for key in ("doc_to_text", "doc_to_target")}
     manager = TaskManager(include_defaults=len(files) < len(names))  # indexing all tasks takes seconds
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
@@ -60,13 +65,20 @@ def load_tasks(names: tuple[str, ...]) -> dict[str, Any]:
             task: Any = load_yaml(str(Path(name).absolute()), resolve_func=True) if name in files else name
             if name in files and not task.keys() & {"dataset_path", "custom_dataset"}:
                 raise ValueError("it has no dataset_path")
+            for key in types.keys() & task if name in files else ():
+                check_type({key: task[key]}, Path(name), dict[str, types[key]])  # type: ignore[valid-type]
             with _hide_progress(), _use_lm_eval_seeds():
                 task_set = manager.load([task])
         except MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             raise UserError(f"evaluation.tasks={name}: line {line} is not YAML ({error.problem}); fix it") from None
+        except UnreadableFileError as error:
+            raise UserError(f"evaluation.tasks={name}: {error.problem}; fix this key of the task") from None
         except Exception as error:  # lm-eval and datasets may raise anything for a bad file
-            problem = f"lm-eval cannot load it ({error or type(error).__name__})"
+            text = re.sub(r".*unexpected keyword argument '(.*)'.*", r"unknown key \1", str(error))
+            if isinstance(error, KeyError):
+                text = "unknown metric" if text == "None" else f"it has no {text}"
+            problem = f"lm-eval cannot load it ({text or type(error).__name__})"
             raise UserError(f"evaluation.tasks={name}: {problem}; check the task and its data") from None
         for kind in loaded:
             loaded[kind] |= task_set[kind]
