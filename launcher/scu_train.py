@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     config.write_text(header + text, encoding="utf-8")
     print_progress(f"equivalent command: zerolora {shlex.join(train)}")
     for descriptor in (1, 2):  # append all further output to the log, in addition to printing it
-        tee = ["tee", "-a", "-p", output / LOG_FILE]
+        tee = ["tee", "-a", "-p", str(output / LOG_FILE)]
         copier = subprocess.Popen(tee, stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True)
         assert copier.stdin is not None
         os.dup2(copier.stdin.fileno(), descriptor)
