@@ -177,14 +177,11 @@ def _add_comments(lines: list[str], values: Mapping[str, str]) -> list[str]:
                 commented += textwrap.wrap(descriptions[name], WIDTH, initial_indent=mark, subsequent_indent=mark)
             if name in values:
                 _, mark, comment = line.partition("  #")
-                line = f"{setting['indent']}{setting['name']}: {_format_scalar(values[name])}{mark}{comment}"
+                is_plain = re.fullmatch(r"[\w./~@+-]+", values[name]) and parse_scalar(values[name]) == values[name]
+                text = values[name] if is_plain else json.dumps(values[name], ensure_ascii=False)
+                line = f"{setting['indent']}{setting['name']}: {text}{mark}{comment}"
         commented.append(line)
     return commented
-
-
-def _format_scalar(text: str) -> str:
-    is_plain = re.fullmatch(r"[\w./~@+-]+", text) and parse_scalar(text) == text
-    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _build_file_name(name: str) -> str:

@@ -66,7 +66,12 @@ def run(arguments: Sequence[str]) -> int:
     open_log(output).close()
     config.write_text(header + text, encoding="utf-8")
     print_progress(f"equivalent command: zerolora {shlex.join(train)}")
-    _copy_output_to(output / LOG_FILE)
+    for descriptor in (1, 2):  # append all further output to the log, in addition to printing it
+        tee = ["tee", "-a", "-p", str(output / LOG_FILE)]
+        copier = subprocess.Popen(tee, stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True)
+        assert copier.stdin is not None
+        os.dup2(copier.stdin.fileno(), descriptor)
+        copier.stdin.close()
     os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *train])
 
 
@@ -85,14 +90,3 @@ def _prepare_data(options: argparse.Namespace) -> tuple[str, str | None]:
         raise UserError("--data: the demo data could not be written (see above); pass your own file")
     train, held_out = result.stdout.splitlines()[-2:]
     return train, held_out
-
-
-def _copy_output_to(log: Path) -> None:
-    """Append all further output from this process to a log, in addition to printing it."""
-    for descriptor in (1, 2):
-        copier = subprocess.Popen(
-            ["tee", "-a", "-p", log], stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True
-        )
-        assert copier.stdin is not None
-        os.dup2(copier.stdin.fileno(), descriptor)
-        copier.stdin.close()

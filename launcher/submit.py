@@ -180,7 +180,8 @@ def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
             write_text_atomic(path, text)
         result = subprocess.run(["sbatch", "--parsable", str(script)], env=environment, capture_output=True, text=True)
         if result.returncode:
-            raise UserError(f"sbatch: {_join_lines(result.stderr) or result.returncode}; nothing was submitted")
+            rows = (row.removeprefix("sbatch: ").removeprefix("error: ").strip() for row in result.stderr.splitlines())
+            raise UserError(f"sbatch: {'; '.join(filter(None, rows)) or result.returncode}; nothing was submitted")
     except BaseException:
         for path, content in previous.items():  # a queued array may need them
             path.write_bytes(content)
@@ -191,11 +192,6 @@ def _run_sbatch(script: Path, files: Mapping[Path, str]) -> str:
                 path.unlink(missing_ok=True)
         raise
     return result.stdout.strip().split(";")[0]
-
-
-def _join_lines(text: str) -> str:
-    messages = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in text.splitlines()]
-    return "; ".join(filter(None, messages))
 
 
 def render_script(options: Sequence[str], arguments: Sequence[str], max_requeues: int) -> str:

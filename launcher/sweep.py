@@ -256,7 +256,14 @@ def train_runs(
             for run in [run for run in running if run.process and run.process.poll() is not None]:
                 running.remove(run)
                 free.append(run.gpus)
-                _record_end(run, runs, folder)
+                assert run.process is not None
+                run.exit_code = run.process.returncode
+                if run.log:
+                    run.log.close()
+                if run.exit_code:
+                    where = f"; see {folder / run.name}.log" if run.log else ""
+                    log(f"{run.name}: exited with code {run.exit_code}{where}")
+                record_runs(folder, runs)
     finally:
         processes = [run.process for run in running if run.process]
         for process in processes:  # after Ctrl-C or SIGTERM, each saves a checkpoint and stops
@@ -278,17 +285,6 @@ def _start_run(config: Path, run: SweepRun, gpus_per_run: int | None, folder: Pa
     run.process = subprocess.Popen(
         arguments, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=run.log, stderr=run.log
     )
-
-
-def _record_end(run: SweepRun, runs: list[SweepRun], folder: Path) -> None:
-    assert run.process is not None
-    run.exit_code = run.process.returncode
-    if run.log:
-        run.log.close()
-    if run.exit_code:
-        where = f"; see {folder / run.name}.log" if run.log else ""
-        log(f"{run.name}: exited with code {run.exit_code}{where}")
-    record_runs(folder, runs)
 
 
 def record_runs(folder: Path, runs: Sequence[SweepRun]) -> None:

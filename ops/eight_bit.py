@@ -72,13 +72,12 @@ def _forward(op: Any, h: Tensor) -> list[Tensor]:
     q, scale = reference_quantize_rows([op.x], [], op.weights[0].dtype)
     pairs = zip(op.weights, op.row_scales, strict=True)
     products = [reference.compute_8bit_product(q, scale, weight.t(), row_scale) for weight, row_scale in pairs]
-    return lora.add_adapters(op.x, products, op.biases, h, op.ups)
+    return lora.add_adapters(op, h, products)
 
 
 def _backward(op: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1], dtype=torch.float32)
-    adapters = op.downs, op.ups, op.h, op.scales, lora.draw_mask(op.x, op.p, op.seed)
-    factors = lora.compute_adapter_gradients(grad_x, op.grads, op.x, [None] * len(op.grads), *adapters)
+    factors = lora.compute_adapter_gradients(op, grad_x, [None] * len(op.grads))
     q, row_scale = reference_quantize_rows(op.grads, op.row_scales, op.weights[0].dtype)
     grad_x += reference.compute_8bit_product(q, row_scale, torch.cat(list(op.weights)), None)
     return grad_x.to(op.x.dtype).view(op.x.shape), *factors

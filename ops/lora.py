@@ -116,18 +116,16 @@ def reference_project(
 
 def dense_forward(op: Any, h: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     x_TI = op.x.reshape(-1, op.x.shape[-1])
-    return add_adapters(op.x, [x_TI @ weight.t() for weight in weights], op.biases, h, op.ups)
+    return add_adapters(op, h, [x_TI @ weight.t() for weight in weights])
 
 
-def add_adapters(
-    x: Tensor, products: Sequence[Tensor], biases: Sequence[Tensor], h: Tensor, ups: Sequence[Tensor]
-) -> list[Tensor]:
+def add_adapters(op: Any, h: Tensor, products: Sequence[Tensor]) -> list[Tensor]:
     """Return y_i = product_i + h_i B_i^T + bias_i in the type of x, computed in the type of the products [T, O_i]."""
-    ys, begin = [], 0
-    for i, (y_TO, up) in enumerate(zip(products, ups, strict=True)):
+    x, ys, begin = op.x, [], 0
+    for i, (y_TO, up) in enumerate(zip(products, op.ups, strict=True)):
         y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(x.dtype).to(y_TO.dtype).t()
-        if biases:
-            y_TO = y_TO + biases[i].to(y_TO.dtype)
+        if op.biases:
+            y_TO = y_TO + op.biases[i].to(y_TO.dtype)
         # Hide the view from autograd, which forbids in-place changes (Falcon) to a view that is one of several outputs.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(x.dtype), [*x.shape[:-1], len(up)]))
         begin += compute_h_width(up.shape[1])
@@ -137,29 +135,21 @@ def add_adapters(
 def dense_backward(op: Any, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the gradients of x, of all A and of all B for weights [O_i, I] in the type of x."""
     grad_x = op.x.new_zeros(op.x.numel() // op.x.shape[-1], op.x.shape[-1])
-    mask = draw_mask(op.x, op.p, op.seed)
-    factors = compute_adapter_gradients(grad_x, op.grads, op.x, weights, op.downs, op.ups, op.h, op.scales, mask)
+    factors = compute_adapter_gradients(op, grad_x, weights)
     return grad_x.view(op.x.shape), *factors
 
 
 def compute_adapter_gradients(
-    grad_x: Tensor,
-    grads: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor | None],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    h: Tensor,
-    scales: Sequence[float],
-    mask: Tensor | None,
+    op: Any, grad_x: Tensor, weights: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the gradients of all A and B, and add the gradient of x to `grad_x` [T, I] in place.
 
     For a weight that is None, only the adapter's part of the gradient of x is added.
     """
+    x, mask = op.x, draw_mask(op.x, op.p, op.seed)
     x_TI, grad_downs, grad_ups, begin = x.reshape(-1, x.shape[-1]), [], [], 0
-    for grad, weight, down, up, scale in zip(grads, weights, downs, ups, scales, strict=True):
-        grad_TO, h_TR = grad.reshape(-1, len(up)), h[:, begin : begin + len(down)]
+    for grad, weight, down, up, scale in zip(op.grads, weights, op.downs, op.ups, op.scales, strict=True):
+        grad_TO, h_TR = grad.reshape(-1, len(up)), op.h[:, begin : begin + len(down)]
         part, grad_down, grad_up = reference.backward(
             grad_TO, x_TI, weight, down.to(x.dtype), up.to(x.dtype), h_TR, scale, mask
         )

@@ -34,7 +34,7 @@ from launcher.supervision.processes import kill_sessions
 from launcher.supervision.remote import SshRanks
 from launcher.targets.hostfile import SSH, detect_unreachable_hosts
 from launcher.targets.local import Command, select_exported_variables, write_environment
-from launcher.targets.slurm import Allocation, read_allocation
+from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import format_count, sanitize
 from trainer.config.files import UnreadableFileError, parse_json
@@ -118,17 +118,22 @@ def check_this_host(
 
 
 def _check_other_hosts(launcher: str, request: LaunchRequest, arguments: Sequence[str]) -> list[CheckResult]:
+    command = [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
     if launcher == "slurm":
         if not is_in_allocation(os.environ) or "SLURM_JOB_NODELIST" not in os.environ:
             return []
         allocation = read_allocation(
             os.environ, include=request.include, exclude=request.exclude, num_nodes=request.num_nodes
         )
-        return check_nodes_via_srun(allocation, arguments)
+        srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
+        return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
     if request.hostfile is None:
         return []
     ssh_checks = list(check_ssh(list(select_slots(request))))
-    return [*ssh_checks, *check_hosts_by_ssh([check.host for check in ssh_checks if check.state == "OK"], arguments)]
+    settings = [f"{name}={value}" for name, value in select_exported_variables(os.environ).items()]
+    line = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(['env', *settings, *command])}"
+    reached = [check.host for check in ssh_checks if check.state == "OK"]
+    return [*ssh_checks, *_run_on_hosts({host: [*SSH, host, line] for host in reached})]
 
 
 def run_probe(arguments: Sequence[str], ranks: int) -> tuple[list[CheckResult], dict[str, int]]:
@@ -217,22 +222,8 @@ def check_ssh(hosts: Sequence[str]) -> Iterator[CheckResult]:
             yield CheckResult("ssh", "OK", "reachable; Python and working directory found", host=host)
 
 
-def check_hosts_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[CheckResult]:
-    """Run `zerolora doctor` on these hosts; return the checks from all hosts except this one."""
-    variables = select_exported_variables(os.environ)
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_build_local_doctor_command(arguments))}"
-    return _run_on_hosts({host: [*SSH, host, line] for host in hosts})
-
-
-def check_nodes_via_srun(allocation: Allocation, arguments: Sequence[str]) -> list[CheckResult]:
-    """Run `zerolora doctor` on every node in an allocation; return the checks from all nodes except this one."""
-    srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
-    command = _build_local_doctor_command(arguments)
-    return _run_on_hosts({node: [*srun, f"--nodelist={node}", *command] for node in allocation.nodes})
-
-
 def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[CheckResult]:
+    """Run `zerolora doctor` on each host with its command; return the checks from all hosts except this one."""
     with ThreadPoolExecutor(max_workers=64) as pool:
         results = list(pool.map(_run_captured, commands.values()))
     checks: list[CheckResult] = []
@@ -243,10 +234,6 @@ def _run_on_hosts(commands: Mapping[str, Sequence[str]]) -> list[CheckResult]:
             CheckResult("doctor", "FAIL", problem, "run `zerolora doctor` on that host", host)
         ]
     return [check for check in checks if check.host != get_host_name()]
-
-
-def _build_local_doctor_command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 
 def parse_doctor_output(output: str, host: str) -> list[CheckResult]:

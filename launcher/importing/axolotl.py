@@ -23,7 +23,11 @@ def translate(foreign: ForeignConfig) -> Translation:
     translate_adapter(t)
     translate_data(t)
     translate_training(t)
-    translate_saves_and_evaluations(t)
+    each_epoch = None if t.get_setting("dataset.streaming") else ("s_per_epoch", 1)
+    common.set_saves_and_evaluations(t, each_epoch, each_epoch)
+    if t.get("wandb_project") and t.get("use_wandb") is not False:
+        t.put("logging.report_to", ["wandb"], "wandb_project", "use_wandb")
+        t.put("logging.project", t.get("wandb_project"), "wandb_project")
     if (rl := str(t.get("rl")).lower()) in (KEYS["rl"].values or ()):
         common.set_preference(t, {rl: 1.0, "sft": t.get("rpo_alpha", 0.0)}, "sequence_len", "rl", "rpo_alpha")
     elif t.get("reward_model"):
@@ -104,15 +108,6 @@ def translate_training(t: Translation) -> None:
         t.put("training.gradient_checkpointing", "non_reentrant", "gradient_checkpointing")
     if offloading or checkpointing in ("offload", "offload_disk"):
         t.put("training.offload_activations", True, "activation_offloading", "gradient_checkpointing")
-
-
-def translate_saves_and_evaluations(t: Translation) -> None:
-    """Set when to save and evaluate (once per epoch by default), when to stop, and where to report."""
-    each_epoch = None if t.get_setting("dataset.streaming") else ("s_per_epoch", 1)
-    common.set_saves_and_evaluations(t, each_epoch, each_epoch)
-    if t.get("wandb_project") and t.get("use_wandb") is not False:
-        t.put("logging.report_to", ["wandb"], "wandb_project", "use_wandb")
-        t.put("logging.project", t.get("wandb_project"), "wandb_project")
 
 
 def translate_data(t: Translation) -> None:

@@ -152,19 +152,17 @@ def set_default_targets(t: Translation, name: str) -> None:
         t.note(name, "no targets are set; q_proj and v_proj are used, PEFT's default for most models")
 
 
-def drop_absent_layers(t: Translation) -> None:
-    """Remove targets that the model, recognized by name, does not have; PEFT ignores them, zerolora rejects them."""
+def set_experts(t: Translation) -> None:
+    """Adapt fused experts (stored as one tensor) only if they are named: PEFT's all-linear excludes them.
+
+    Also removes targets that the model, recognized by name, does not have; PEFT ignores them, zerolora rejects them.
+    """
     targets, names = t.settings.get("lora.target_modules", ((), ()))
     for pattern, layers in read_tables()["absent_layers"].items():
         found = re.search(pattern, str(t.get_setting("base_model")), re.IGNORECASE)
         if names and found and (absent := [layer for layer in layers.split() if layer in targets]):
             t.put("lora.target_modules", [name for name in targets if name not in absent], *names)
             t.note(names[0], f"{', '.join(absent)}: this model has no such layers, and PEFT ignores them")
-
-
-def set_experts(t: Translation) -> None:
-    """Adapt fused experts (stored as one tensor) only if they are named: PEFT's all-linear excludes them."""
-    drop_absent_layers(t)
     if parameters := split_names(t.get("lora_target_parameters")):
         t.put("lora.target_parameters", parameters, "lora_target_parameters")
     elif split_names(t.get_setting("lora.target_modules")) in (["all"], ["all-linear"]):

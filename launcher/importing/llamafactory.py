@@ -169,7 +169,13 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if {"videos", "audios"} & columns.keys():
         t.reject(key, f"{name}: {common.VISION}")
     if "images" in columns:
-        translate_images(t)
+        common.check_images(t, "model_name_or_path")
+        if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # other models have a fixed size
+            t.put("dataset.max_pixels", t.get("image_max_pixels", 768 * 768), "image_max_pixels")
+            if smallest := t.get("image_min_pixels"):
+                t.put("dataset.min_pixels", smallest, "image_min_pixels")
+        if t.get("freeze_vision_tower") is False:
+            t.put("vision.train", "lora", "freeze_vision_tower")
     source = read_location(t, entry, file.parent, name, key)
     if (limit := t.get("max_samples")) is not None and limit < 1:
         t.reject("max_samples", "must be 1 or more; remove it to use all records")
@@ -188,19 +194,15 @@ def read_source(t: Translation, info: dict[str, Any], name: str, file: Path, key
     if formatting in ("alpaca", "sharegpt", "openai"):
         format_ = "messages" if formatting == "openai" else "sharegpt"
         read = read_alpaca(t, columns) if formatting == "alpaca" else read_turns(columns, tags, format_)
-        return source | (convert_to_unpaired(t, read, columns["kto_tag"], name, key) if kind == "kto" else read)
+        if kind == "kto":
+            names = {"from": "role", "value": "content"}
+            fields = {names.get(field, field): column for field, column in read.get("fields", {}).items()}
+            if "history" in fields:
+                t.reject(key, f"{name}: history is not supported with kto_tag; write the records as messages")
+            read |= {"format": "unpaired", "fields": fields | {"label": columns["kto_tag"]}}
+        return source | read
     t.reject(key, f"{name}: formatting {formatting} is not supported; use alpaca, sharegpt or openai")
     return {}
-
-
-def translate_images(t: Translation) -> None:
-    common.check_images(t, "model_name_or_path")
-    if re.search("qwen", str(t.get("model_name_or_path")), re.IGNORECASE):  # other models have a fixed size
-        t.put("dataset.max_pixels", t.get("image_max_pixels", 768 * 768), "image_max_pixels")
-        if smallest := t.get("image_min_pixels"):
-            t.put("dataset.min_pixels", smallest, "image_min_pixels")
-    if t.get("freeze_vision_tower") is False:
-        t.put("vision.train", "lora", "freeze_vision_tower")
 
 
 def read_location(t: Translation, entry: dict[str, Any], folder: Path, name: str, key: str) -> dict[str, Any]:
@@ -227,16 +229,6 @@ def read_alpaca(t: Translation, columns: dict[str, str]) -> dict[str, Any]:
     if not columns or "query" in columns:
         t.note("dataset", "instruction and input are joined by a blank line instead of a newline")
     return {"format": "alpaca", **({"fields": fields} if fields else {})}
-
-
-def convert_to_unpaired(
-    t: Translation, source: dict[str, Any], label_column: str, name: str, key: str
-) -> dict[str, Any]:
-    names = {"from": "role", "value": "content"}
-    fields = {names.get(field, field): column for field, column in source.get("fields", {}).items()}
-    if "history" in fields:
-        t.reject(key, f"{name}: history is not supported with kto_tag; write the records as messages")
-    return source | {"format": "unpaired", "fields": fields | {"label": label_column}}
 
 
 def read_turns(columns: dict[str, str], tags: dict[str, str], format_: str) -> dict[str, Any]:

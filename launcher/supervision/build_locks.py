@@ -6,7 +6,6 @@ that no process has open is therefore stale, unless its folder is shared with ot
 
 import os
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,12 @@ def get_extensions_folder() -> Path:
 def find_locks(root: Path) -> list[BuildLock]:
     """Return all locks in torch's extensions folder, or in its subfolder for one Python and CUDA version."""
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
-    holders = _find_holders(paths)
+    by_target = {os.path.realpath(path): path for path in paths}
+    holders: dict[Path, int] = {}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if by_target else ():
+        with suppress(OSError):  # the process has exited, or belongs to another user
+            if (target := os.readlink(descriptor)) in by_target:
+                holders[by_target[target]] = int(descriptor.parts[2])
     locks = []
     for path in paths:
         with suppress(FileNotFoundError):  # the build has just ended
@@ -64,16 +68,6 @@ def remove_stale_locks() -> None:
         if lock.holder is None and lock.age_s > MIN_AGE_S and not _is_on_network(root):
             lock.path.unlink(missing_ok=True)
             log(f"note: removed {lock.path}, a lock left by a killed build {lock.age_s / 60.0:.0f} minutes ago")
-
-
-def _find_holders(paths: Iterable[Path]) -> dict[Path, int]:
-    by_target = {os.path.realpath(path): path for path in paths}
-    holders: dict[Path, int] = {}
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if by_target else ():
-        with suppress(OSError):  # the process has exited, or belongs to another user
-            if (target := os.readlink(descriptor)) in by_target:
-                holders[by_target[target]] = int(descriptor.parts[2])
-    return holders
 
 
 def _is_on_network(folder: Path) -> bool:

@@ -90,12 +90,6 @@ class StopSignals:
             self.received.append(number)
         self._latest = now
 
-    @property
-    def should_stop_at_once(self) -> bool:
-        """Whether another signal requests a stop without saving (not SIGTERM after SIGUSR1: schedulers send both)."""
-        first, *others = self.received
-        return bool(others) and (first != signal.SIGUSR1 or signal.SIGINT in others)
-
 
 class Supervisor:
     """Supervises one run of a command: its processes, the signals received, and how each rank exited.
@@ -220,11 +214,12 @@ class Supervisor:
     def _stop(self) -> bool:
         """Forward the first signal to every rank; return True when the ranks must be killed."""
         stop, now = self.stop, time.monotonic()
-        if stop.should_stop_at_once:
+        first, *others = map(signal.Signals, self.signals)
+        # SIGTERM after SIGUSR1 does not stop at once: schedulers send both.
+        if others and (first != signal.SIGUSR1 or signal.SIGINT in others):
             log("stopping at once; unsaved progress is lost" if self.observer.has_begun_step else "stopping at once")
             return True
         if stop.announced_at is None:
-            first = signal.Signals(self.signals[0])
             again = "Ctrl-C" if first == signal.SIGUSR1 else "another signal"
             has_begun_step = self.observer.check_for_steps()
             action = "saving a checkpoint, then stopping" if has_begun_step else "stopping, before the first step"
@@ -232,19 +227,16 @@ class Supervisor:
             stop.announced_at = now
             if self.state is RunState.RUNNING:
                 self.state = RunState.STOPPING
-        stop.is_sent = stop.is_sent or self._send_stop()
+        if self.remote is not None:
+            stop.is_sent = stop.is_sent or self.remote.stop(self.processes[0], self.logs)
+        elif not stop.is_sent:
+            send_signal(self.observer.ranks.values(), signal.SIGTERM if first == signal.SIGHUP else first)
+            stop.is_sent = True
         is_late = now - stop.announced_at > FAILURE_TIMEOUT_S and self.state is not RunState.FAILING
         if is_late and not self.observer.has_begun_step:
             # No signal reaches a rank that waits for others in native code, and there is nothing to save.
             return not self.observer.check_for_steps()
         return False
-
-    def _send_stop(self) -> bool:
-        if self.remote is not None:
-            return self.remote.stop(self.processes[0], self.logs)
-        first = signal.Signals(self.signals[0])
-        send_signal(self.observer.ranks.values(), signal.SIGTERM if first == signal.SIGHUP else first)
-        return True
 
     def _has_stopped(self) -> bool:
         """Return whether a rank exited because of a signal, after saving or with nothing to save.

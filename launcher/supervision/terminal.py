@@ -51,21 +51,18 @@ class ConsoleFile:
         ending = False
         while True:
             with suppress(OSError):  # the file server does not respond; try again later
-                self._show_new_output()
+                # Open the file each time, because an open file becomes unusable when its folder is remounted.
+                with self.path.open("rb", buffering=0) as file:
+                    file.seek(self._shown)
+                    while chunk := file.read(65536):
+                        self._shown += len(chunk)
+                        if not _write_to_stdout(chunk) and not self._is_stdout_lost:
+                            self._is_stdout_lost = True
+                            with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
+                                log.write("cannot write to standard output any more; training continues without it\n")
             if ending:
                 return
             ending = self._ended.wait(FOLLOW_S)
-
-    def _show_new_output(self) -> None:
-        # Open the file each time, because an open file becomes unusable when its folder is remounted.
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self._shown)
-            while chunk := file.read(65536):
-                self._shown += len(chunk)
-                if not _write_to_stdout(chunk) and not self._is_stdout_lost:
-                    self._is_stdout_lost = True
-                    with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
-                        log.write("cannot write to standard output any more; training continues without it\n")
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()

@@ -36,7 +36,10 @@ def build_mpirun_command(
     exported = [*select_exported_variables(os.environ | variables), "PATH"]
     exported += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in variables]
     hosts = ",".join(f"{host}:{len(gpus)}" for host, gpus in slots.items())
-    if _is_open_mpi():
+    if shutil.which("mpirun") is None:
+        raise UserError("--launcher mpi: mpirun is not installed; install Open MPI or MPICH, or load its module")
+    result = subprocess.run(["mpirun", "--version"], capture_output=True, text=True)
+    if "Open MPI" in result.stdout + result.stderr or "OpenRTE" in result.stdout + result.stderr:
         # By default, Open MPI may bind a rank with all its threads to a single core.
         argv = ["mpirun", "-np", str(ranks), "--host", hosts, "--bind-to", "none"]
         for name in dict.fromkeys(exported):
@@ -44,10 +47,3 @@ def build_mpirun_command(
     else:
         argv = ["mpirun", "-n", str(ranks), "-hosts", hosts, "-genvlist", ",".join(dict.fromkeys(exported))]
     return Command((*argv, *program), ranks, variables, RANK_VARIABLES)
-
-
-def _is_open_mpi() -> bool:
-    if shutil.which("mpirun") is None:
-        raise UserError("--launcher mpi: mpirun is not installed; install Open MPI or MPICH, or load its module")
-    result = subprocess.run(["mpirun", "--version"], capture_output=True, text=True)
-    return "Open MPI" in result.stdout + result.stderr or "OpenRTE" in result.stdout + result.stderr

@@ -47,21 +47,16 @@ def describe_adapter_damage(folder: Path) -> str | None:
         read_adapter_settings(folder)
         if _has_changed(folder, WEIGHTS, _read_checksums(folder)):
             return f"{WEIGHTS} is damaged: its checksum differs from the recorded one; copy the file from a checkpoint"
-        return _describe_invalid_tensor(folder)
+        for name, tensor in load_file(folder / WEIGHTS).items():
+            if not tensor.is_floating_point():
+                return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; use a 16-bit or fp32 adapter"
+            if not torch.isfinite(tensor.float()).all():
+                return f"{name} contains NaN or infinity; use an earlier checkpoint"
+        return None
     except FileNotFoundError:
         return f"{WEIGHTS} is missing; use an adapter in safetensors format"
     except UnreadableFileError as error:
         return f"{error.path.name} {error.problem}; {error.fix}"
-
-
-def _describe_invalid_tensor(folder: Path) -> str | None:
-    """Return a message that names the first tensor that is not floating point or not finite, or None."""
-    for name, tensor in load_file(folder / WEIGHTS).items():
-        if not tensor.is_floating_point():
-            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; use a 16-bit or fp32 adapter"
-        if not torch.isfinite(tensor.float()).all():
-            return f"{name} contains NaN or infinity; use an earlier checkpoint"
-    return None
 
 
 def find_changed_files(folder: Path) -> list[str]:

@@ -47,7 +47,7 @@ def fingerprint_base(base_model: str, section: ModelSection) -> dict[str, str]:
         folder = cached.parent
         fingerprint["commit"] = folder.name
     if (folder / PIPELINE).is_file():
-        return fingerprint | _hash_denoiser(folder) | _hash_frozen_parts(folder)
+        return fingerprint | _hash_pipeline(folder)
     if (folder / "config.json").is_file():
         fingerprint["config"] = _hash_settings(folder / "config.json")
     if section.trust_remote_code:
@@ -71,17 +71,13 @@ def _find_external_code(folder: Path) -> dict[str, Path]:
     }
 
 
-def _hash_denoiser(folder: Path) -> dict[str, str]:
+def _hash_pipeline(folder: Path) -> dict[str, str]:
+    """Return hashes of a pipeline's denoiser, and of each complete frozen part: scheduler, VAE and text encoders."""
     denoiser = next((folder / name for name in ("unet", "transformer") if (folder / name).is_dir()), folder)
     hashes, config = {}, denoiser / "config.json"
     if config.is_file():
         hashes["config"] = xxhash.xxh3_128_hexdigest(config.read_bytes())
-    return hashes | _hash_weights(sorted(denoiser.glob("diffusion_pytorch_model*.safetensors")))
-
-
-def _hash_frozen_parts(folder: Path) -> dict[str, str]:
-    """Return a hash for each complete frozen part of a pipeline: scheduler, VAE and text encoders."""
-    hashes = {}
+    hashes |= _hash_weights(sorted(denoiser.glob("diffusion_pytorch_model*.safetensors")))
     for part in FROZEN_PARTS:
         settings, weights = sorted((folder / part).glob("*config.json")), _find_weight_files(folder / part)
         if settings and (weights or part == SCHEDULER):

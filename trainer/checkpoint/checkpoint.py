@@ -102,11 +102,20 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())
     rank_file = checkpoint / f"rank-{ranks.rank:05d}.safetensors"
     if same_layout and rank_file.exists():
-        exact = _restore_rank(rank_file, engine_state) or exact
+        saved = _load_tensors(rank_file)
+        torch.set_rng_state(saved["rng/torch"])
+        if torch.cuda.is_available() and "rng/cuda" in saved:
+            torch.cuda.set_rng_state(saved["rng/cuda"])
+        moments = {name.removeprefix("moments/"): value for name, value in saved.items() if name.startswith("moments/")}
+        exact = engine_state.restore_8bit_moments(moments) or exact
     else:
         torch.manual_seed(hash((int(state["step"]), ranks.rank)) % 2**31)
     state["requantized"] = not exact
-    _restore_loss_scale(engine, state["loss_scale"])
+    if state["loss_scale"] and engine.fp16_enabled():
+        scaler = get_loss_scaler(engine.optimizer)
+        for name, value in state["loss_scale"].items():
+            if name in list_loss_scale_attributes(scaler):  # the loss scale may be static now
+                setattr(scaler, name, type(getattr(scaler, name))(value))
     engine.skipped_steps = int(state["skipped_steps"])
     engine.global_steps = int(state["step"])
     return state
@@ -120,28 +129,11 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: cannot be read ({error}); check the disk, or use another checkpoint") from None
 
 
-def _restore_rank(path: Path, engine_state: EngineState) -> bool:
-    tensors = _load_tensors(path)
-    torch.set_rng_state(tensors["rng/torch"])
-    if torch.cuda.is_available() and "rng/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng/cuda"])
-    moments = {name.removeprefix("moments/"): value for name, value in tensors.items() if name.startswith("moments/")}
-    return engine_state.restore_8bit_moments(moments)
-
-
 def _read_loss_scale(engine: Engine) -> dict[str, float] | None:
     if not engine.fp16_enabled():
         return None
     scaler = get_loss_scaler(engine.optimizer)
     return {name: float(getattr(scaler, name)) for name in list_loss_scale_attributes(scaler)}
-
-
-def _restore_loss_scale(engine: Engine, saved: dict[str, float] | None) -> None:
-    if saved and engine.fp16_enabled():
-        scaler = get_loss_scaler(engine.optimizer)
-        for name, value in saved.items():
-            if name in list_loss_scale_attributes(scaler):  # the loss scale may be static now
-                setattr(scaler, name, type(getattr(scaler, name))(value))
 
 
 @dataclass

@@ -110,7 +110,12 @@ def _find_conflict(config: RunConfig) -> str | None:
     if not list_run_files(folder):
         return None
     if overwrite and overwrite != "delete":
-        return _describe_move_problem(folder)
+        real = folder.resolve()
+        if os.path.ismount(real):
+            return "output.overwrite cannot move a run out of a mount point; use a subfolder of it"
+        if not os.access(real.parent, os.W_OK | os.X_OK):
+            return f"output.overwrite cannot move the run: no permission to write in {real.parent}; use another folder"
+        return None
     if overwrite or config.training.resume_from_checkpoint is not None:
         return None
     overwriting = "output.overwrite: true (moves it aside) or delete (deletes it)"
@@ -118,15 +123,6 @@ def _find_conflict(config: RunConfig) -> str | None:
         resuming = "training.resume_from_checkpoint: latest to resume it"
         return f"contains another run; use a new folder, set {resuming}, or {overwriting}"
     return f"contains another run, without a complete checkpoint to resume from; use a new folder, or set {overwriting}"
-
-
-def _describe_move_problem(folder: Path) -> str | None:
-    real = folder.resolve()
-    if os.path.ismount(real):
-        return "output.overwrite cannot move a run out of a mount point; use a subfolder of it"
-    if not os.access(real.parent, os.W_OK | os.X_OK):
-        return f"output.overwrite cannot move the run: no permission to write in {real.parent}; use another folder"
-    return None
 
 
 def _find_nearest_existing(folder: Path) -> Path:

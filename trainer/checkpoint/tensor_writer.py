@@ -35,7 +35,13 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     buffers = [memoryview(len(text).to_bytes(8, "little") + text)]
     buffers += [_view_bytes(tensor) for _, tensor in ordered if tensor.nbytes]
     with path.open("wb", buffering=0) as file:
-        _write_buffers(file.fileno(), buffers)
+        rest = buffers[::-1]
+        while rest:
+            written = os.writev(file.fileno(), rest[: -_MAX_BUFFERS - 1 : -1])
+            while rest and written >= len(rest[-1]):
+                written -= len(rest.pop())
+            if written:
+                rest[-1] = rest[-1][written:]
     digest = xxhash.xxh3_128()
     for buffer in buffers:
         digest.update(buffer)
@@ -46,13 +52,3 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
     """View the tensor's memory without a torch operation, which would release and reacquire the GIL."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _write_buffers(descriptor: int, buffers: list[memoryview]) -> None:
-    rest = buffers[::-1]
-    while rest:
-        written = os.writev(descriptor, rest[: -_MAX_BUFFERS - 1 : -1])
-        while rest and written >= len(rest[-1]):
-            written -= len(rest.pop())
-        if written:
-            rest[-1] = rest[-1][written:]

@@ -17,7 +17,7 @@ from trainer.contract.rank_errors import RankErrorRecord
 from trainer.contract.rendezvous import get_host_name
 from trainer.data.prepared import PreparedRun
 from trainer.entry.joint_run import JointRun
-from trainer.monitor.console import open_console, report_to_torchrun
+from trainer.monitor.console import open_console
 from trainer.parallel.ranks.agreement import decide_on_rank_0
 from trainer.parallel.ranks.group import Ranks, leave_process_group
 from trainer.parallel.ranks.progress import phase
@@ -120,7 +120,9 @@ def _train_run(
     except Exception as error:  # traceback in the log, a message on the console, exit code 1
         traceback.print_exc()  # into this rank's log
         _record_error(error, loaded.config, ranks, lock)
-        report_to_torchrun(error)
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)  # into the file from which torchrun prints it, if torchrun is used
         run.close()
         if ranks.is_main:
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)

@@ -141,14 +141,6 @@ def warn(console: Console, message: str) -> None:
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
-def report_to_torchrun(error: Exception) -> None:
-    """Under torchrun, write the error to the file from which torchrun prints the failed rank's traceback."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-
-
 def _build_console(screen: _ConsoleStream | TextIO, width: int) -> Console:
     # Terminals of unknown size report 0 columns.
     return Console(

@@ -14,6 +14,7 @@ import torch
 
 from trainer.config import TrainingSection, UserError
 from trainer.model.expert_layers import find_expert_modules
+from trainer.model.reached_layers import find_decoder_layers
 from trainer.parallel.engine.adapter_choice import find_choice
 from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.parallel.engine.protocol import Engine
@@ -27,7 +28,7 @@ from trainer.patches.packed_attention import (
     use_flash_in_towers,
     use_varlen_if_supported,
 )
-from trainer.patches.recompute import enable_recomputation, list_recomputed_layers
+from trainer.patches.recompute import enable_recomputation
 from trainer.patches.tiled_mlp import tile_feed_forward
 
 
@@ -79,7 +80,8 @@ def install_on_adapted_model(model: Any, plan: PatchPlan) -> list[str]:
         plan.shards.attach(model)
     lines += _install_experts(model, plan) + _install_adapters(model, plan)
     if plan.recomputed != "none":
-        install_input_recomputation(model, list_recomputed_layers(model, plan.training))
+        count = plan.training.gradient_checkpointing_layers or 0
+        install_input_recomputation(model, list(find_decoder_layers(model)[1])[:count])
     if tile := plan.mlp_tile:
         lines.append(f"gated MLPs: {tile_feed_forward(model, tile)} in tiles of {tile:,} tokens")
     if line := enable_recomputation(model, plan.training):

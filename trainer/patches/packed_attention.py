@@ -255,7 +255,12 @@ def varlen_attention(
         # Select rows [heads, head_dim], which are contiguous.
         key, value = (heads.transpose(1, 2).index_select(1, key_index).transpose(1, 2) for heads in (key, value))
     if not has_flash(query.device, query.dtype):
-        return _attend_each_document(query, key, value, cu_seqlens, key_seqlens, scaling, dropout, window), None
+        outs, options = [], {"scaling": scaling, "dropout": dropout}
+        queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
+        for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
+            mask = _build_mask(q.shape[2], k.shape[2], window, q.device)
+            outs.append(attend_with_repeated_heads(_MODULE_WITHOUT_GQA, q, k, v, mask, **options)[0])
+        return torch.cat(outs, 1), None
     bounds = cu_seqlens, key_seqlens, max_seqlen
     sides: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     return _flash_attention(query, key, value, *bounds, scaling, dropout, **sides).unsqueeze(0), None
@@ -309,19 +314,6 @@ def _flash_attention(
     lengths = bounds, key_bounds, max_seqlen, max_seqlen
     options: dict[str, Any] = {"is_causal": causal, "return_debug_mask": False, "scale": scaling, **window}
     return torch.ops.aten._flash_attention_forward(*tensors, *lengths, dropout, **options)[0]
-
-
-def _attend_each_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, key_seqlens: torch.Tensor,
-    scaling: float | None, dropout: float, window: int | None,
-) -> torch.Tensor:  # fmt: skip
-    """Return attention [1, T, heads, head_dim], computed in plain torch one document at a time."""
-    outs = []
-    queries, keys = (bounds.diff().tolist() for bounds in (cu_seqlens, key_seqlens))
-    for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
-        mask = _build_mask(q.shape[2], k.shape[2], window, q.device)
-        outs.append(attend_with_repeated_heads(_MODULE_WITHOUT_GQA, q, k, v, mask, scaling=scaling, dropout=dropout)[0])
-    return torch.cat(outs, 1)
 
 
 def _attend_batched(

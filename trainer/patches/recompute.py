@@ -46,7 +46,19 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     if mode == "none":
         return None
     offload = HostCopies() if training.offload_activations else None
-    checkpoint_function, storage = _choose_checkpoint_function(model, training, offload), "on the device"
+    checkpoint_function: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if _uses_random_numbers(model):
+        checkpoint_function = _repeat_random_numbers
+    if not training.recompute_attention:
+        settings = model.config.get_text_config().to_dict()
+        if any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")):
+            raise UserError(
+                "training.recompute_attention=false: the model has attention dropout, which draws a new mask when the "
+                "layer is recomputed; use auto"
+            )
+        store, load = (offload.copy, offload.fetch) if offload else (lambda tensor: tensor, lambda tensor: tensor)
+        checkpoint_function = partial(checkpoint_function, context_fn=partial(build_attention_contexts, store, load))
+    storage = "on the device"
     if offload is not None:
         checkpoint_function = partial(_run_with_offload, offload, checkpoint_function)
         model.recomputation_hook = model.register_forward_pre_hook(offload.reset)
@@ -76,24 +88,6 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     return f"recomputed in the backward pass: {which}{exception}; their inputs are kept {storage}"
 
 
-def _choose_checkpoint_function(
-    model: Any, training: TrainingSection, offload: "HostCopies | None"
-) -> Callable[..., Any]:
-    chosen: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if _uses_random_numbers(model):
-        chosen = _repeat_random_numbers
-    if not training.recompute_attention:
-        settings = model.config.get_text_config().to_dict()
-        if any(settings.get(name) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")):
-            raise UserError(
-                "training.recompute_attention=false: the model has attention dropout, which draws a new mask when the "
-                "layer is recomputed; use auto"
-            )
-        store, load = (offload.copy, offload.fetch) if offload else (lambda tensor: tensor, lambda tensor: tensor)
-        chosen = partial(chosen, context_fn=partial(build_attention_contexts, store, load))
-    return chosen
-
-
 def _repeat_random_numbers(function: Callable[..., Any], *args: Any, **contexts: Any) -> Any:
     """Run a checkpoint that draws the same random numbers in its recomputation as in its forward pass.
 
@@ -120,10 +114,6 @@ def _recompute_first_layers(model: nn.Module, layers: list[Any], first: int) -> 
     for block in blocks[first:]:
         replace(block, "gradient_checkpointing", False)
     return f"the first {min(first, len(blocks))} of {len(blocks)} layers"
-
-
-def list_recomputed_layers(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
-    return list(find_decoder_layers(model)[1])[: training.gradient_checkpointing_layers or 0]
 
 
 def disable_recomputation(model: Any) -> None:

@@ -112,7 +112,15 @@ def advance(law: Law, state: ControllerState, measured: float) -> ControllerStat
     error = smoothed - law.target
     state = replace(state, smoothed=smoothed, error=error)
     if law.controller == "pi":
-        return _advance_published(law, state, error)
+        integral = law.leak * state.integral
+        if abs(error) <= law.deadband:
+            return replace(state, integral=integral)
+        # Anti-windup: an integral that grew while lambda is at a bound must unwind before lambda can return.
+        is_at_bound = (state.lambda_ >= law.lambda_max and error > 0) or (state.lambda_ <= law.lambda_min and error < 0)
+        if not is_at_bound:
+            integral = _clip(integral + law.ki * error, -law.integral_bound, law.integral_bound)
+        lambda_ = _clip(state.lambda_ * _exp(law.kp * error + integral), law.lambda_min, law.lambda_max)
+        return replace(state, integral=integral, lambda_=lambda_)
     return replace(state, lambda_=_compute_scheduled_lambda(law, state.updates))
 
 
@@ -141,18 +149,6 @@ def _advance_pi(law: Law, state: ControllerState, measured: float) -> Controller
 
 def _compute_proportional_term(law: Law, error: float) -> float:
     return law.kp * (BELOW_TARGET_FACTORS[law.form][0] if error < 0.0 else 1.0) * error
-
-
-def _advance_published(law: Law, state: ControllerState, error: float) -> ControllerState:
-    integral = law.leak * state.integral
-    if abs(error) <= law.deadband:
-        return replace(state, integral=integral)
-    # Anti-windup: an integral that grew while lambda is at a bound would have to unwind before lambda could return.
-    is_at_bound = (state.lambda_ >= law.lambda_max and error > 0) or (state.lambda_ <= law.lambda_min and error < 0)
-    if not is_at_bound:
-        integral = _clip(integral + law.ki * error, -law.integral_bound, law.integral_bound)
-    factor = _exp(law.kp * error + integral)
-    return replace(state, integral=integral, lambda_=_clip(state.lambda_ * factor, law.lambda_min, law.lambda_max))
 
 
 def _compute_level(law: Law, measured: float) -> float:

@@ -151,16 +151,12 @@ def _list_stored_tensors(folder: Path, config: Any, dtype: str) -> list[_SavedTe
                     raise UserError(f"--format gguf: {original} has no GGUF tensor name; {USE_SCRIPT}")
                 current = FORMAT_BY_DTYPE.get(part.get_dtype(), "f32")
                 shape = tuple(part.get_shape())
-                kind = _choose_format(shape, current if dtype == "auto" else dtype)
+                kind = FORMATS[current if dtype == "auto" else dtype][0] if len(shape) > 1 else GGMLQuantizationType.F32
+                if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32:  # Q8_0 uses blocks of 32 elements
+                    kind = GGMLQuantizationType.F16
                 rotary_heads = next((count for pattern, count in heads.items() if pattern in name), None)
                 stored.append(_SavedTensor(file, original, name, shape, kind, current, rotary_heads))
     return stored
-
-
-def _choose_format(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
-    kind = FORMATS[dtype][0] if len(shape) > 1 else GGMLQuantizationType.F32
-    # Q8_0 uses blocks of 32 elements.
-    return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
 
 
 def pair_rotary_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.checkpoint.adapter_files import WEIGHTS
-from trainer.commands.export.factors import PEFT_PREFIX, Factors, read_factors
+from trainer.commands.export.factors import PEFT_PREFIX, read_factors
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
 from trainer.model.base import load_model_config
@@ -44,7 +44,14 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     check_adapter_supported(folder, server)
     model_type = load_model_config(base_model, section).get_text_config().model_type
     factors = read_factors(folder, base_model, section, complete_groups=server == "sglang")
-    factors = _rename_expert_parts(factors, server, model_type)
+    names: dict[str, str] = EXPERT_NAMES if server == "sglang" else {}
+    if server == "vllm" and model_type in NUMBERED_IN_VLLM:
+        names = NUMBERED_EXPERT_NAMES
+    renamed = {}
+    for layer, pair in factors.items():
+        parent, _, part = layer.rpartition(".")
+        renamed[f"{parent}.{names.get(part, part)}" if ".experts." in layer else layer] = pair
+    factors = renamed
     if unapplied := find_unapplied_layers(server, model_type, factors):
         raise UserError(
             f"--format {server}: {SERVER_NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
@@ -95,14 +102,3 @@ def check_adapter_supported(folder: Path, server: str) -> None:
             f"--format {server}: {name} only supports A and B of linear layers, but the adapter has {others[0]} (from "
             f"lora.modules_to_save, model.added_tokens or an embedding); {EXPORT_MERGED_FIX}"
         )
-
-
-def _rename_expert_parts(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
-    names: dict[str, str] = EXPERT_NAMES if server == "sglang" else {}
-    if server == "vllm" and model_type in NUMBERED_IN_VLLM:
-        names = NUMBERED_EXPERT_NAMES
-    renamed = {}
-    for layer, pair in factors.items():
-        parent, _, part = layer.rpartition(".")
-        renamed[f"{parent}.{names.get(part, part)}" if ".experts." in layer else layer] = pair
-    return renamed

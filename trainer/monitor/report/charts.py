@@ -17,7 +17,6 @@ from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
-    choose_window,
     compute_running_mean,
     detect_batch_unit,
     extract_scores,
@@ -28,6 +27,8 @@ from trainer.monitor.report.curves import (
 SIDE = 1000
 MAX_POINTS = 1200
 TICKS = 5
+MEANS_PER_RUN = 40
+MIN_RECORDS_FOR_MEAN, MIN_WINDOW = 12, 5
 CHARTS: list[dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml")).tree["charts"]
 
 
@@ -78,11 +79,6 @@ def build_charts(records: list[Record], *, deadband: float | None = None) -> lis
                 band = (100 * (target.values[-1] - deadband), 100 * (target.values[-1] + deadband))
             unit_text = row.get("unit", "").format(**labels)
             charts.append(Chart(row["title"], unit_text, curves, row.get("low"), row.get("high"), band, "wide" in row))
-    return charts + _build_score_charts(records)
-
-
-def _build_score_charts(records: list[Record]) -> list[Chart]:
-    charts = []
     for name, (base, scores) in extract_scores(records).items():
         level = Series(scores.steps, np.full_like(scores.values, base))
         label = f"adapter, {scores.values[-1]:.4g}"
@@ -100,11 +96,9 @@ def _build_curves(records: list[Record], row: dict[str, Any], labels: dict[str, 
     elif name.startswith("eval/"):
         line = line.drop_nan()
     line = Series(line.steps, row.get("times", 1) * line.values)
-    if kind != "mean":
-        return (Curve(line, kind, color, label),)
-    window = choose_window(len(line))
-    if window is None:
-        return (Curve(line, "line", color, label),)
+    if kind != "mean" or len(line) < MIN_RECORDS_FOR_MEAN:
+        return (Curve(line, "line" if kind == "mean" else kind, color, label),)
+    window = max(len(line) // MEANS_PER_RUN, MIN_WINDOW) | 1  # odd, since the mean is centered
     mean = Series(line.steps, compute_running_mean(line.values, window))
     return Curve(line, "pale", color, f"{label}, each record"), Curve(mean, "line", color, f"mean of {window}")
 

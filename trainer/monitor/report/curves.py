@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from trainer.monitor.metrics import Record
 
-MEANS_PER_RUN = 40
-MIN_RECORDS_FOR_MEAN, MIN_WINDOW = 12, 5
 SPREAD_FOR_LOG_SCALE = 50.0
 Values = NDArray[np.float64]
 
@@ -109,11 +107,6 @@ def compute_running_mean(values: Values, window: int) -> Values:
     total = np.convolve(np.where(is_finite, values, 0.0), kernel)[half : half + len(values)]
     count = np.convolve(is_finite.astype(np.float64), kernel)[half : half + len(values)]
     return np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
-
-
-def choose_window(count: int) -> int | None:
-    """Return the odd window of the running mean for `count` records; None if there are too few."""
-    return max(count // MEANS_PER_RUN, MIN_WINDOW) | 1 if count >= MIN_RECORDS_FOR_MEAN else None
 
 
 def format_held_out_label(records: list[Record]) -> str:

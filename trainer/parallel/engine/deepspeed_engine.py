@@ -12,7 +12,6 @@ from trainer.config.errors import describe_problem, to_text
 from trainer.contract.known_versions import patch_attribute, replaces, require
 from trainer.parallel.engine.kept_types import keep_frozen_dtypes
 from trainer.parallel.engine.layer_gather.shards import get_layer_shards
-from trainer.parallel.engine.layer_gather.unit import WaitContext
 from trainer.parallel.engine.partitioned import get_full_size, require_broadcast_exclusion, require_partitioned
 from trainer.parallel.engine.protocol import Engine
 from trainer.parallel.ranks.group import Ranks
@@ -176,26 +175,19 @@ def watch_stragglers(engine: Engine, ranks: Ranks, log: Callable[[str], None]) -
     if shards is not None:
         shards.time_waits(watch.exclude_wait)
     elif engine.zero_optimization_stage() == 3:
-        _time_fetches(engine, watch.exclude_wait)
+        offload = require(engine.optimizer, "parameter_offload", "deepspeed")
+        coordinator = require(offload, "get_param_coordinator", "deepspeed")()
+        fetch = require(coordinator, "fetch_sub_module", "deepspeed")
+
+        # The compute stream waits only in this call. All-gathers and copies out of their buffers run on a separate
+        # stream (`fetch_sub_module` in DeepSpeed 0.19.8).
+        @wraps(fetch)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with watch.exclude_wait():
+                return fetch(*arguments, **options)
+
+        coordinator.fetch_sub_module = timed
     return watch
-
-
-def _time_fetches(engine: Engine, waiting: WaitContext) -> None:
-    """Wrap DeepSpeed's ZeRO-3 parameter fetch in `waiting()`, to time waits for all-gathers.
-
-    The compute stream waits only in this call. All-gathers and copies out of their buffers run on a separate
-    stream (`fetch_sub_module` in DeepSpeed 0.19.8).
-    """
-    offload = require(engine.optimizer, "parameter_offload", "deepspeed")
-    coordinator = require(offload, "get_param_coordinator", "deepspeed")()
-    fetch = require(coordinator, "fetch_sub_module", "deepspeed")
-
-    @wraps(fetch)
-    def timed(*arguments: Any, **options: Any) -> Any:
-        with waiting():
-            return fetch(*arguments, **options)
-
-    coordinator.fetch_sub_module = timed
 
 
 def _merge_sections(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

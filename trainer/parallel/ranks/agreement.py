@@ -78,22 +78,19 @@ def check_ranks_agree(ranks: Ranks, settings: str, run_dir: Path, timeout_minute
         return World(format_summary([report]), None)
     with phase(WAITING_PHASE):
         set_rendezvous_variables(ranks)  # under mpirun the ranks wait for each other here
-        return _compare_reports(ranks, report, run_dir, timedelta(minutes=timeout_minutes), token)
-
-
-def _compare_reports(ranks: Ranks, report: RankReport, run_dir: Path, timeout: timedelta, token: str) -> World:
-    try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-    except dist.DistNetworkError as error:
-        raise explain_taken_port(error) from None
-    # An earlier run of these processes may have left values in the store.
-    exchange = PrefixStore(f"zerolora_world_{next(_WORLD_IDS)}", store)
-    exchange.set_timeout(timeout)
-    if ranks.is_main:
-        exchange.set("folder", token)
-    token = exchange.get("folder").decode()
-    report = replace(report, sees_folder=ranks.is_main or not token or can_see_lock(run_dir, token))
-    answer = _exchange_reports(exchange, ranks, report, timeout, str(run_dir))
+        timeout = timedelta(minutes=timeout_minutes)
+        try:
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+        except dist.DistNetworkError as error:
+            raise explain_taken_port(error) from None
+        # An earlier run of these processes may have left values in the store.
+        exchange = PrefixStore(f"zerolora_world_{next(_WORLD_IDS)}", store)
+        exchange.set_timeout(timeout)
+        if ranks.is_main:
+            exchange.set("folder", token)
+        token = exchange.get("folder").decode()
+        report = replace(report, sees_folder=ranks.is_main or not token or can_see_lock(run_dir, token))
+        answer = _exchange_reports(exchange, ranks, report, timeout, str(run_dir))
     if answer["wrong"]:
         raise UserError(answer["wrong"])
     return World(answer["summary"], store, int(answer["hosts"]))

@@ -82,9 +82,7 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _SumOverGroup.apply(grads[0], ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -97,7 +95,4 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        sent = grads[0].contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.group)
-        return received, None
+        return _AllToAll.apply(grads[0].contiguous(), ctx.group), None

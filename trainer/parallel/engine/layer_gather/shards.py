@@ -225,7 +225,7 @@ class LayerShards:
         if next_unit is not None:
             next_unit.start()
         if backward and not self._in_backward:
-            Variable._execution_engine.queue_callback(self._after_backward)
+            Variable._execution_engine.queue_callback(self._end_pass)
         self._in_backward = backward
 
     def _find_next(self, index: int, backward: bool) -> ShardedUnit | None:
@@ -236,12 +236,9 @@ class LayerShards:
             return self._steps[index - 1].unit if index else None
         return self._steps[0].unit
 
-    def _after_backward(self) -> None:
-        self._in_backward = False
-        self._end_pass()
-
     def _end_pass(self) -> None:
         """Free all units except the one that the next pass begins with."""
+        self._in_backward = False
         for unit in self.units:
             if unit is not self._steps[0].unit:
                 unit.free()
