@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.distributed.conftest import Matrix, environment, launch
 from tests.distributed.plan import case
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RANKS, EXACT = 2, 1e-6
 ROUNDED, ROUNDED_FACTORS = 1e-3, 2e-2

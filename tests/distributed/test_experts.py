@@ -19,7 +19,7 @@ from tests.plain_peft import plain_losses
 from tests.unit.test_experts import MODELS_OF
 from trainer.config import load_config
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 NAMES = (
     "mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3", "glm4_moe", "granitemoehybrid", "qwen3_5_moe_text"
