@@ -1092,6 +1092,11 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
         ({"layer_replication": [[0, 2]]}, "must be null"),
         ({"rank_pattern": {"q_[": 8}}, r"rank_pattern.q_\[.*: q_\[ is not a valid regular expression"),
         (
+            {"exclude_modules": "("},
+            r'exclude_modules="\(": \( is not a valid .*unterminated subpattern at position 0\);',
+        ),
+        ({"init_lora_weights": "foo"}, 'adapter_config.json: init_lora_weights="foo": not a known value'),
+        (
             {"layers_to_transform": [0], "exclude_modules": None},
             r"layers_to_transform=\[0\], but it has tensors of the layers \[0, 1\]",
         ),

@@ -97,7 +97,7 @@ def describe_first_error(error: ValidationError) -> str:
     # For a union, pydantic also adds the alternative to the name.
     tag = r"int|float|str|bool|(list|dict|constrained|function).+"
     name = ".".join(str(part) for part in first["loc"] if not re.fullmatch(tag, str(part)))
-    problem = describe_problem(first).removesuffix("; put it in quotes")  # a file in JSON
+    problem = re.sub("; (put|fix) it.*", "", describe_problem(first))  # the caller names the fix
     if name and first["type"] != "missing":
         value = to_text(first["input"])
         name += f'="{value}"' if isinstance(first["input"], str) else f"={value}"
