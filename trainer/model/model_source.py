@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,30 +37,6 @@ MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
-@dataclass(frozen=True)
-class LayerGroup:
-    weights: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class QuantizationKeys:
-    """Declares the keys of `quantization_config` that we read, for all quantization libraries."""
-
-    format: str | None = None
-    bits: StrictInt | None = None
-    w_bit: StrictInt | None = None
-    desc_act: StrictBool | None = None
-    zero_point: StrictBool | None = None
-    group_size: StrictInt | None = None
-    dynamic: dict[str, dict[str, Any] | None] | None = None
-    weight_block_size: tuple[int, int] | None = None
-    modules_to_not_convert: list[str] | None = None
-    ignored_layers: list[str] | None = None
-    ignore: list[str] | None = None
-    config_groups: dict[str, LayerGroup | None] | None = None
-    sparsity_config: dict[str, Any] | None = None
-
-
 Size = Annotated[StrictInt, Field(gt=0)]
 PositiveNumber = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 VALUES: dict[str, Any] = {
@@ -80,7 +55,13 @@ VALUES: dict[str, Any] = {
 }
 """Types of values in config.json, its sections, and the files next to it, except for lists and mappings (`SHAPES`)."""
 SHAPES: dict[str, Any] = {
-    "quantization_config": QuantizationKeys,
+    r".*quantization_config\.format": str,
+    r".*quantization_config\.(bits|w_bit|group_size)": StrictInt,
+    r".*quantization_config\.(desc_act|zero_point)": StrictBool,
+    r".*quantization_config\.weight_block_size": tuple[int, int],
+    r".*quantization_config\.(modules_to_not_convert|ignored_layers|ignore)": list[str],
+    r".*quantization_config\.(dynamic|config_groups)": dict[str, dict[str, Any] | None],
+    r".*quantization_config(\.sparsity_config|\.config_groups\..*\.weights)?": dict[str, Any],
     "auto_map|rope_(parameters|scaling)|text_config|id2label|label2id|added_tokens_decoder": dict[str, Any],
     "architectures|layer_types|model_input_names": list[str],
     "additional_special_tokens": list[Any],
@@ -150,7 +131,7 @@ def check_config_file(base_model: str, revision: str) -> None:
     from transformers import CONFIG_MAPPING, GenerationConfig, __version__
 
     settings, generation = (_read_settings(prefix, files[name]) if name in files else {} for name in names)
-    size = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
+    size: Any = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
     for name, key in product(names, ("eos_token_id", "pad_token_id")) if isinstance(size, int) else ():
         ids = (settings if name == names[0] else generation).get(key)
         if any(isinstance(each, int) and each >= size for each in (ids if isinstance(ids, list) else [ids])):
@@ -195,7 +176,7 @@ def _check_values(settings: dict[str, Any], section: str = "") -> None:
             _check_values(value, f"{section}{key}.")
         types = SHAPES if isinstance(value, dict | list) else VALUES | SHAPES
         for pattern, type_ in types.items() if value is not None else ():
-            if re.fullmatch(pattern, key):
+            if re.fullmatch(pattern, key) or re.fullmatch(pattern, section + key):
                 check_type({f"{section}{key}": value}, Path("config.json"), dict[str, type_])  # type: ignore[valid-type]
 
 
