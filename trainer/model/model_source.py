@@ -72,8 +72,6 @@ SHAPES: dict[str, Any] = {
     "(bos|eos|pad|unk)_token": str | dict[str, Any],
     "chat_template": str | list[dict[str, Any]] | dict[str, str],
 }
-
-
 COPY_FIX = "copy the file from the original model"
 SOURCE_FIX = "use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder"
 
