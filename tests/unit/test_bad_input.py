@@ -78,6 +78,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lora.r ; 8": ("lora.r: not an override; write lora.r=VALUE",),
     "base_model= m": ("base_model= m: begins or ends with a space; remove it",),
     "dataset.cache_dir=s3://b/c": ("dataset.cache_dir=s3://b/c: is a URL; use a folder on this machine",),
+    "model.rope_scaling={rope_type: yarn, factor: 4}": (
+        "model.rope_scaling.rope_type: unknown setting", "did you mean model.rope_scaling.type?",
+    ),
+    "model.revision=''": ("model.revision='': empty; write a value, or remove the setting",),
     "lora.rnak=8": ("lora.rnak: unknown setting", "did you mean lora.r?"),
     "lerning_rate=1": ("lerning_rate: unknown setting", "did you mean training.learning_rate?"),
     "dataset.lenght=9": ("dataset.lenght: unknown setting",),
@@ -326,7 +330,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     ),
     "base_model=no-data": ("base_model=no-data: has no config.json",),
     "base_model=model/model.safetensors": ("base_model=model/model.safetensors: is a file; use the folder",),
-    "base_model=odd-padding": ("base_model=odd-padding: config.json is unusable",),
+    "base_model=odd-padding": ("base_model=odd-padding: config.json: pad_token_id=999: must be",),
     "base_model=pickled": ("base_model=pickled: has no .safetensors file", "convert"),
     "lora.adapter_path=./pickled-adapter": (
         "lora.adapter_path=./pickled-adapter: adapter_model.safetensors is missing",

@@ -167,7 +167,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         settings(head_dim=15),
         ("is unusable (RoPE requires an even rotary dimension, but got `head_dim`=15",),
     ),
-    "padding": (settings(pad_token_id=999), ("is unusable (pad_token_id=999: must be below vocab_size)",)),
+    "padding": (settings(pad_token_id=999), ("config.json: pad_token_id=999: must be below vocab_size=",)),
     "a rope without a key": (
         settings(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
         ("unusable (Missing required keys", "'factor'"),

@@ -64,6 +64,19 @@ def rows_in(batches: list[MicroBatch]) -> list[list[int]]:
     return [[token for token in row if token] for batch in batches for row in batch.input_ids.tolist()]
 
 
+def test_a_stream_without_an_answer_to_train_on_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    asked, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": ""}
+    Path("asked.jsonl").write_text((json.dumps({"messages": [asked]}) + "\n") * 70)
+    with pytest.raises(UserError, match=r"^dataset.train_on=assistant: none of the first 70 records of .*asked"):
+        stream_of(tokenizer, path="asked.jsonl")
+    Path("empty.jsonl").write_text((json.dumps({"messages": [asked, answer]}) + "\n") * 3)
+    with pytest.raises(UserError, match=r"^dataset.path=empty.jsonl: all 3 answers are empty"):
+        stream_of(tokenizer, path="empty.jsonl")
+    with Path("asked.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": [asked, answer | {"content": "y"}]}))
+    assert len(rows_in(batches_of(stream_of(tokenizer, path="asked.jsonl")).build_step_batches(0, 0)[0])) == 16
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "in order": {"shuffle": False},
     "shuffled": {},

@@ -170,7 +170,7 @@ def test_skipped_records_keep_answers_mismatched(ground: Path) -> None:
 
 def test_labeled_answers_are_no_language_data(ground: Path) -> None:
     config = load_config(ground / "base.yaml", [f"dataset.path={write(ground, GOOD, BAD)}"]).config
-    with pytest.raises(UserError, match="task=auto: the answers in the dataset are labeled true or false"):
+    with pytest.raises(UserError, match="task=auto: the answers in dataset are labeled true or false"):
         prepare(config)
 
 
@@ -205,7 +205,9 @@ def test_bad_turns_are_named(ground: Path) -> None:
     [
         ((GOOD, GOOD), {}, "preference.loss=kto: all 2 labels of dataset are true"),
         ((BAD,), {}, "preference.loss=kto: all 1 labels of dataset are false"),
-        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: 2 records of dataset are labeled answers"),
+        ((GOOD, BAD), {"dataset__val_split": 0.5}, "dataset.val_split=0.5: holds out all answers labeled "),
+        ((GOOD,) * 2, {"dataset__val_split": 0.5}, "preference.loss=kto: all 1 labels of dataset are true"),
+        ((GOOD, BAD), {"preference__loss": "dpo"}, "preference.loss=dpo: dataset has labeled answers, not pairs"),
         (({"prompt": "a", "chosen": "b", "rejected": "c"},), {}, "set dataset.format: unpaired"),
         ((GOOD, BAD), {"preference__beta": 0}, "preference.beta=0: all answers would have the same reward"),
         ((GOOD, BAD), {"preference__reference": "none"}, "preference.reference=none: kto needs a reference"),

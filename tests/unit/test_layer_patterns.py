@@ -43,6 +43,7 @@ def test_a_comma_within_brackets_belongs_to_an_expression(given: Any, expected: 
     [
         ("lora.target_modules='q_(proj'", "lora.target_modules.*q_.proj is not a valid regular expression"),
         ("lora.rank_pattern={'*x': 4}", "lora.rank_pattern.*not a valid regular expression"),
+        ("lora.exclude_modules='('", r"exclude_modules=\(: .*unterminated subpattern.*; fix it"),
         ("lora.rank_pattern={q_proj: 0}", "lora.rank_pattern"),
         ("lora.alpha_pattern={q_proj: many}", "lora.alpha_pattern"),
         ("lora.rank_pattern={q_proj: 4} lora.adapter_path=a", "lora.rank_pattern={q_proj: 4}: only applies to a new"),

@@ -1,6 +1,7 @@
 """Files of a model's folder that somebody else wrote, or damaged: one line that names the file and the value."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,11 @@ def index_text(content: str | bytes) -> Change:
     return lambda folder: ((folder / "model.safetensors").unlink(), write(INDEX, content)(folder))
 
 
+def turn_template_into_folder(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").mkdir()
+
+
 DAMAGED: dict[str, tuple[Change, str]] = {
     "activation": (config(hidden_act="x"), "hidden_act=x: unknown to transformers"),
     "architectures": (config(architectures=5), "config.json: architectures=5: "),
@@ -66,6 +72,12 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "model type": (config(model_type=["llama"]), r"config.json: model_type=\[llama\]: "),
     "code of its own": (config(auto_map=5), "config.json: auto_map=5: "),
     "rope": (config(rope_parameters={"rope_type": "zzz"}), "rope_type=zzz: unknown to transformers"),
+    "rope as a list": (config(rope_parameters=[1]), r"config.json: rope_parameters=\[1\]: must be a mapping"),
+    "end outside": (config(eos_token_id=9999999), "config.json: eos_token_id=9999999: must be below vocab_size=384;"),
+    "end of a list outside": (
+        write("generation_config.json", '{"eos_token_id": [2, 384]}'),
+        r"generation_config.json: eos_token_id=\[2, 384\]: must be below vocab_size=384;",
+    ),
     "groups": (packed([1]), r"config.json: quantization_config.config_groups=\[1\]: "),
     "a group": (packed({"a": 5}), r"quantization_config.config_groups.a=5: must be a mapping;"),
     "weights of a group": (packed({"a": {"weights": 7}}), "quantization_config.config_groups.a.weights=7: "),
@@ -80,6 +92,15 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "tokenizer": (write("tokenizer.json", "[1]"), "tokenizer.json: "),
     "tokenizer class": (write("tokenizer_config.json", '{"tokenizer_class": 5}'), "tokenizer_config.json: tokenizer_c"),
     "chat template": (write("tokenizer_config.json", '{"chat_template": 5}'), "tokenizer_config.json: chat_template"),
+    "padding": (
+        write("tokenizer_config.json", '{"padding_side": "middle"}'),
+        "tokenizer_config.json: padding_side=\"middle\": must be 'left' or 'right'; copy",
+    ),
+    "UTF-16": (
+        write("chat_template.jinja", "{{ x }}".encode("utf-16")),
+        "chat_template.jinja: line 1: byte 0xff is not",
+    ),
+    "a folder": (turn_template_into_folder, "chat_template.jinja: is a folder; copy"),
     "nested tokenizer": (write("tokenizer_config.json", f'{{"a": {DEEP}'), "tokenizer_config.json: is nested too"),
     "weights above": (index("../w.safetensors"), f"{INDEX} lists ../w.safetensors, which is outside its folder"),
     "number for weights": (index(5), rf"{INDEX} weight_map\..*: "),
@@ -97,6 +118,22 @@ def test_a_damaged_file_is_named_with_its_value(case: str, tmp_path: Path) -> No
     with pytest.raises(UserError, match=f"^base_model={ground}/model: .*{words}") as raised:
         read_model_files(load_config(ground / "base.yaml", []).config)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("case", ["architectures", "quantisation", "end outside", "padding", "UTF-16"])
+def test_a_damaged_file_of_the_hub_is_named_with_its_value(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, words = DAMAGED[case]
+    ground, cache = make_ground(tmp_path), tmp_path / "models--me--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(ground / "model", cache / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert read_model_files(load_config(ground / "base.yaml", ["base_model=me/tiny"]).config).context_length
+    change(cache / "snapshots" / ("a" * 40))
+    with pytest.raises(UserError, match=f"^base_model=me/tiny: {words}"):
+        read_model_files(load_config(ground / "base.yaml", ["base_model=me/tiny"]).config)
 
 
 def test_weights_at_an_absolute_path_are_outside_as_well(tmp_path: Path) -> None:

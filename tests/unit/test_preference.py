@@ -433,6 +433,32 @@ def test_settings_that_cannot_work_are_refused(ground: Path, settings: dict[str,
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("task", "order", "message"),
+    [
+        (
+            "language",
+            ("texts", "pairs"),
+            "dataset.mix.1 has pairs of a chosen and a rejected answer; .*dataset.mix.1",
+        ),
+        (
+            "preference",
+            ("pairs", "texts"),
+            "dataset.mix.1 has records that are not pairs .* set dataset.mix.1.format",
+        ),
+    ],
+)
+def test_the_source_of_a_mix_that_is_for_another_task_is_named(
+    ground: Path, tmp_path: Path, task: str, order: tuple[str, str], message: str, streaming: bool
+) -> None:
+    for name, record in (("pairs", PAIR), ("texts", {"prompt": "red", "completion": "cat"})):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(record) + "\n") * 4)
+    mix = [{"path": str(tmp_path / f"{name}.jsonl")} for name in order]
+    with pytest.raises(UserError, match=f"^task={task}: {message}"):
+        pairs_of(ground, PAIR, task=task, dataset__path=None, dataset__mix=mix, dataset__streaming=streaming)
+
+
 def test_texts_are_no_pairs(ground: Path) -> None:
-    with pytest.raises(UserError, match="task=preference: 1 of 1 records of dataset are not pairs"):
+    with pytest.raises(UserError, match="task=preference: dataset has records that are not pairs"):
         pairs_of(ground, {"prompt": "red", "completion": "cat"})

@@ -177,7 +177,7 @@ def test_eval_measures_rewards(ground: Path, finished: Path, capsys: pytest.Capt
     assert json.loads((ground / "other.json").read_text())["pairs"] == 16
     write_chats(ground / "chats.jsonl", 4)
     assert evaluate.main([str(finished), "--data", str(ground / "chats.jsonl")]) == 2
-    assert "task=reward: 4 of 4 records of dataset are not pairs" in capsys.readouterr().err
+    assert "task=reward: dataset has records that are not pairs" in capsys.readouterr().err
     assert "nats per pair" in (finished / "README.md").read_text()
     assert "nats per token" not in (finished / "report.html").read_text()
 
@@ -308,9 +308,9 @@ def test_wrong_data_has_one_line(ground: Path, tmp_path: Path) -> None:
         lines = [json.dumps(each | {"margin": margin}) + "\n" for each in records]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     for file, message in {
-        "chats": "task=reward: 4 of 4 records of dataset are not pairs of a chosen and a rejected answer; "
+        "chats": "task=reward: dataset has records that are not pairs of a chosen and a rejected answer; "
         "fix or remove them, set dataset.format: preference, or use task: language",
-        "answers": "task=reward: 4 records of dataset are labeled answers, not pairs",
+        "answers": "task=reward: dataset has labeled answers, not pairs",
         "margins": "record 1: margin=high: must be a number of at most 1,000,000; fix it",
         "huge": "record 1: margin=1e+300: must be a number of at most 1,000,000; fix it, or remove the field",
     }.items():

@@ -50,6 +50,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tower": ({"exclude_modules": ("vision_tower",)}, r"lora.exclude_modules=vision_tower: matches no module"),
     "everything": ({"exclude_modules": ("model",)}, r"lora.exclude_modules=\[model\]: excludes all layers"),
     "saved": ({"modules_to_save": ("head",)}, r"lora.modules_to_save=head: matches no module.*lm_head"),
+    "saved and adapted": (
+        {"modules_to_save": ("lm_head",), "target_modules": ("lm_head", "q_proj")},
+        r"^lora.target_modules=\[lm_head, q_proj\]: lm_head is trained in full, by lora.modules_to_save=\[lm_head\]",
+    ),
+    "adapted in a saved module": (
+        {"modules_to_save": ("mlp",), "target_modules": (r".*\.(gate|q)_proj",)},
+        r"^lora.target_modules=.*: model.layers.0.mlp.gate_proj is trained in full, by lora.modules_to_save=\[mlp\]",
+    ),
 }
 
 

@@ -1,12 +1,14 @@
 """`dataset.thinking`, `train_on: last` and weights of turns: what is trained of conversations with reasoning."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import CALL, TOOL, make_tokenizer, turn
+from tests.runs_in_process import make_ground, train
 from tests.tiny import CHATML
 from tests.unit.test_chat_templates import tokenizer_of
 from tests.unit.test_data_chat import trained_texts
@@ -182,3 +184,23 @@ def test_what_cannot_be_told_apart_is_refused(name: str) -> None:
     template, settings, problem = REFUSED[name]
     with pytest.raises(UserError, match=problem):
         encode(make_tokenizer(template, END), TALK, **settings)
+
+
+WITHOUT_REASONING = (
+    "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_training_warns_about_dropped_reasoning_at_its_start_and_end(joint: bool, tmp_path: Path) -> None:
+    """Of several adapters that are trained together, each one with data of its own."""
+    ground = make_ground(tmp_path)
+    talk = [turn("user", "Red?"), turn("assistant", "<think>Hm.</think>Blue.")]
+    (ground / "thoughts.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 8)
+    path = str(ground / "thoughts.jsonl")
+    other = {"adapters": [{"name": "a"}, {"name": "b", "dataset.path": path}]} if joint else {"dataset__path": path}
+    lines = train(ground, dataset__chat_template=WITHOUT_REASONING, **other).splitlines()
+    name = "b: " if joint else ""
+    warning = f"{name}warning: dataset: 8 of 8 records have {DROPPED_REASONING}; first: record 1"
+    assert [line for line in lines if "drops" in line] == [warning] * 2
+    assert lines.index(warning) < next(at for at, line in enumerate(lines) if line.startswith("step 1/4"))

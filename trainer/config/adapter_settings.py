@@ -13,6 +13,7 @@ from trainer.config.types import check_regex
 SETTINGS_FILE = "adapter_config.json"
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "embed_vision", "projector")
 """Names of the modules that map image features to a language model's embeddings."""
+INITS = "(?i)^(gaussian|olora|mica|pissa(_niter_[0-9]+)?|corda|loftq|eva|orthogonal|lora_ga)$"
 Pattern = Annotated[str, AfterValidator(check_regex)]
 Names = list[str] | Pattern | None
 Number = Annotated[float, Field(allow_inf_nan=False)] | int
@@ -33,7 +34,7 @@ class AdapterSettings(BaseModel):
     use_dora: bool = False
     fan_in_fan_out: bool = False
     lora_bias: bool = False
-    init_lora_weights: bool | str | None = True
+    init_lora_weights: bool | Annotated[str, Field(pattern=INITS)] | None = True
     bias: Literal["none", "all", "lora_only"] = "none"
     target_modules: Names = None
     exclude_modules: Names = None

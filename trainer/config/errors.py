@@ -93,11 +93,13 @@ def convert_path_error(error: OSError) -> UserError | None:
 
 def describe_first_error(error: ValidationError) -> str:
     """Describe the first error, prefixed with the dotted name of the invalid value, and the value, if it has a name."""
-    first = error.errors(include_url=False)[0]
-    # For a union, pydantic also adds the alternative to the name.
+    errors = error.errors(include_url=False)
+    # For a union, pydantic reports each alternative, and also adds it to the name.
+    informative = [each for each in errors if each["type"] in ("value_error", "string_pattern_mismatch")]
+    first = next((each for each in informative if each["input"] == errors[0]["input"]), errors[0])
     tag = r"int|float|str|bool|callable|(list|dict|constrained|function).+"
     name = ".".join(str(part) for part in first["loc"] if not re.fullmatch(tag, str(part)))
-    problem = describe_problem(first).removesuffix("; put it in quotes")  # a file in JSON
+    problem = re.sub("; (put|fix) it.*", "", describe_problem(first))  # the caller names the fix
     if name and first["type"] != "missing":
         value = to_text(first["input"])
         name += f'="{value}"' if isinstance(first["input"], str) else f"={value}"

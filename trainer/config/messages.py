@@ -77,6 +77,8 @@ def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:
         suggestion = ALIASES[name]
     elif section and (close := find_nearest(name.partition("[")[0], [*section.model_fields, *section_aliases])):
         suggestion = section_aliases.get(close, ".".join([*path[:-1], close]))
+    elif section and (inner := next((field for field in section.model_fields if name.endswith(f"_{field}")), "")):
+        suggestion = ".".join([*path[:-1], inner])
     else:
         suggestion = candidates.get(find_nearest(name, candidates, 0.9) or "", "")
     fix = f"did you mean {suggestion}?" if suggestion else _ALL_LISTED

@@ -66,7 +66,8 @@ class Mistakes:
         found_mistakes = describe_errors(error)
         explained = {*self._entries, *(name for mistake in found_mistakes for name in mistake.involves.split())}
         for mistake in found_mistakes:
-            if mistake.involves or self._is_configured(mistake.setting) or not mistake.concerns(explained):
+            is_configured = self._is_configured(mistake.setting) and mistake.problem != "missing"
+            if mistake.involves or is_configured or not mistake.concerns(explained):
                 self.add(mistake)
 
     def add_invalid_combinations(self, config: RunConfig) -> dict[str, list[UnusedSetting]]:

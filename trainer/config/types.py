@@ -57,7 +57,7 @@ def check_regex(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"{text} is not a valid regular expression ({error})") from None
+        raise ValueError(f"{text} is not a valid regular expression ({error}); fix it") from None
     return text
 
 

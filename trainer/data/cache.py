@@ -90,9 +90,11 @@ def prepare_data(
         check(stats)
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
-        reports = [inspect_stream(source, label, encoder) for label, source in streamed]
+        reports, parts = zip(*(inspect_stream(source, label, encoder) for label, source in streamed), strict=True)
         if any(report.format.name == UNPAIRED for report in reports):
             raise UserError("dataset.streaming=true: labeled answers cannot be streamed; set streaming to false")
+        first = group_documents(section, streamed, parts, [], seed)[2]
+        check(replace(first, formats={report.label: report.format.name for report in reports}))
         read = partial(stream_samples, section, streamed, [report.format for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         notes += chain.from_iterable(report.notes for report in reports)
@@ -155,7 +157,8 @@ def _build_cache(
         stats,
         notes=tuple(chain.from_iterable(report.notes for report in reports)),
         prompt_text=_choose_prompt_format(reports[: len(train)] or reports),
-        skipped={label: report.skipped for (label, _), report in zip(train + evaluation, reports, strict=True)},
+        formats={report.label: report.format.name for report in reports},
+        skipped={report.label: report.skipped for report in reports},
     )
     (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
 

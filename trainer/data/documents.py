@@ -44,6 +44,7 @@ MIN_PART_TOKENS = 2
 
 @dataclass(frozen=True)
 class SourceReport:
+    label: str
     format: RecordFormat
     skipped: int
     notes: tuple[str, ...]
@@ -236,7 +237,7 @@ class DocumentEncoder:
                 f"{label}: prompts are used as plain text, without the tokenizer's chat template, in training and "
                 f"generation; to use the template, set {label}.format=alpaca and {label}.fields={fields}"
             )
-        return SourceReport(fmt, len(problems), tuple(notes), text)
+        return SourceReport(label, fmt, len(problems), tuple(notes), text)
 
     def _split(
         self, examples: Sequence[Example], documents: Sequence[EncodedDocument]

@@ -159,7 +159,7 @@ def _find_preference_names(
     for name in () if configured else ("messages", "conversations"):
         turns = first_record.get(names.get(name, ""))
         last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
-        if {last.get("role"), last.get("from")} & {"assistant", "gpt"}:
+        if any(last.get(key) in ("assistant", "gpt") for key in ("role", "from")):
             return None
     if rejected is None:
         return None

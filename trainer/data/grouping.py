@@ -64,6 +64,8 @@ class DataStats:
     prompt_text: str | None = None
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of records skipped by `dataset.on_bad_record: skip`, per source."""
+    formats: dict[str, str] = field(default_factory=dict)
+    """Format of each source, by label (dataset, dataset.mix.0, dataset.evaluation)."""
     notes: tuple[str, ...] = ()
     evaluation: "DataStats | None" = None
 
@@ -74,6 +76,11 @@ class DataStats:
     @property
     def packing_efficiency(self) -> float:
         return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
+
+    def find_source(self, label: str, *formats: str) -> str:
+        """Return the label of the first source below `label` that has one of these formats, such as dataset.mix.1."""
+        sources = (name for name, format_ in self.formats.items() if name.startswith(label) and format_ in formats)
+        return next(sources, label)
 
     def format_summary(self) -> list[str]:
         lines = [*self.notes, *(self._format_counts("train") if self.records else [])]
@@ -163,7 +170,8 @@ def group_documents(
             )
         documents = np.arange(first, first + len(part["length"]))
         documents = documents[~is_held[documents] & (part["targets"] > 0)]
-        members.append(repeat_by_weight(documents, source.weight, generator, label) if section.mix else documents)
+        repeats = section.mix and not section.streaming
+        members.append(repeat_by_weight(documents, source.weight, generator, label) if repeats else documents)
         first += len(part["length"])
     held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(columns["length"]))])
     training, stats = _build_samples(section, columns, np.flatnonzero(~is_held), _concatenate(members), "dataset")
@@ -253,17 +261,16 @@ def _build_no_targets_error(section: DatasetSection, columns: Columns, records: 
     held_out = section.evaluation if label == "dataset.evaluation" else None
     source = describe_source(held_out or section, label if held_out else "dataset")
     where = "dataset.mix" if section.mix and not held_out else source
-    if label == "dataset.evaluation" and not held_out:
-        where += f" held out by dataset.val_split={section.val_split:g}"
+    if section.val_split and not held_out:
+        where += f" {'left' if label == 'dataset' else 'held out'} by dataset.val_split={section.val_split:g}"
+    count = f"{'first ' * (section.streaming and label == 'dataset')}{len(records):,} records of {where}"
     if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
         renamed = any(source.roles for source in (section, *section.mix))
         fix = f"{'correct dataset.roles, ' * renamed}train on other roles or on all, or remove empty records"
-        return UserError(
-            f"dataset.train_on={roles}: none of the {len(records):,} records of {where} has a token to train on; "
-            f"{fix}; `zerolora inspect` shows the records"
-        )
-    length, count = f"dataset.max_length={section.max_length}", f"{len(records):,} records of {where}"
+        problem = f"none of the {count} has a token to train on"
+        return UserError(f"dataset.train_on={roles}: {problem}; {fix}; `zerolora inspect` shows the records")
+    length = f"dataset.max_length={section.max_length}"
     if section.too_long == "drop":
         problem = f"all {count} are longer, or have no trained token"
         return UserError(f"{length}: {problem}; raise max_length, or set dataset.too_long: cut")

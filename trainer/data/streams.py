@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.data.documents import DocumentEncoder, SourceReport
+from trainer.data.documents import VALUES, DocumentEncoder, SourceReport
 from trainer.data.formats import RecordFormat
-from trainer.data.grouping import pack_best_fit
+from trainer.data.grouping import Columns, pack_best_fit, read_columns
 from trainer.data.samples import Gather, Sample, join_samples, split_row_lengths
 from trainer.data.source_files import describe_source
 from trainer.data.sources import build_no_records_error, read_rows, read_source
@@ -60,16 +60,26 @@ def stream_samples(
     return MixedStream(start, weights, [seed, epoch], state)
 
 
-def inspect_stream(source: SourceSection, label: str, encoder: DocumentEncoder) -> SourceReport:
-    """Detect a stream's format from its first block, and report on the block. Raises UserError if it cannot be read."""
-    rows = list(islice(read_rows(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
-    if not rows:
+def inspect_stream(source: SourceSection, label: str, encoder: DocumentEncoder) -> tuple[SourceReport, Columns]:
+    """Detect a stream's format from its first block, and report on the blocks up to the first with a useful answer.
+
+    Also returns the numeric columns of these documents. Raises UserError if the stream cannot be read.
+    """
+    rows_left = read_rows(read_source(source, label, streaming=True), source, label)
+    types = {name: pyarrow.type_for_alias(kind) for name, kind in VALUES.items()}
+    types["unread"], tables = pyarrow.list_(pyarrow.string()), list[pyarrow.Table]()
+    for number, rows in enumerate(iter(lambda: list(islice(rows_left, BLOCK_ROWS)), [])):
+        if not tables:
+            fmt, first = encoder.detect_format(source, rows, label)
+        columns = encoder.encode_rows(rows, number * BLOCK_ROWS, fmt, describe_source(source, label))
+        tables.append(pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()}))
+        answers = zip(columns["targets"], columns["answers"], columns["empty"], strict=True)
+        if number * BLOCK_ROWS >= SHUFFLE_BUFFER or any(n and empty < max(total, 1) for n, total, empty in answers):
+            break
+    if not tables:
         raise build_no_records_error(source, label)
-    fmt, first = encoder.detect_format(source, rows, label)
-    columns = encoder.encode_rows(rows, 0, fmt, describe_source(source, label))
-    types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
-    table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
-    return encoder.build_report(label, fmt, first, table)
+    table = pyarrow.concat_tables(tables).combine_chunks()
+    return encoder.build_report(label, fmt, first, table), read_columns(table)
 
 
 class SourceStream:

@@ -124,6 +124,9 @@ class JointRun:
             fused_head, run.resident = run.memory.decisions.fused_head.value, first.resident
             run.loss = self._loss if run is first else run.task.build_loss(engine.module, fused_head=fused_head)
             run.task.flat_packs = first.task.flat_packs
+            for line in (*run.prepared.notes, *run.prepared.data.stats.format_summary()):
+                if run.config.dataset != first.config.dataset and line not in first.prepared.notes:
+                    run.log(line)
             with choice.select(member.adapter):
                 run.begin(adapter_engine)
                 run.folder.get_adapter_format(adapter_engine)

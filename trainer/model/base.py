@@ -20,7 +20,13 @@ from trainer.model.model_kind import (
     is_mxfp4,
     set_score_head,
 )
-from trainer.model.model_source import build_load_error, build_missing_tokenizer_error, check_config_file, check_source
+from trainer.model.model_source import (
+    build_load_error,
+    build_missing_tokenizer_error,
+    check_config_file,
+    check_source,
+    check_tokenizer_files,
+)
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import build_byte_tokenizer, build_random_config, init_score_head
 from trainer.model.stored_settings import find_stored_format
@@ -42,8 +48,8 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     if is_random(base_model):
         return _apply_overrides(base_model, section, build_random_config(base_model))
     check_source("base_model", base_model)
-    check_config_file(base_model)
     disable_retries_without_network(base_model)
+    check_config_file(base_model, section.revision or "main")
     try:
         config = AutoConfig.from_pretrained(
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
@@ -116,6 +122,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
     setting, name = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("base_model", base_model)
     check_source(setting, name)
     disable_retries_without_network(name)
+    check_tokenizer_files(f"{setting}={name}", name, section.revision or "main")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code

@@ -3,8 +3,9 @@
 import json
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,15 @@ from pydantic import Field, StrictBool, StrictInt
 
 from trainer.config import UserError
 from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
-from trainer.config.files import UnreadableFileError, check_type, describe_broken_link, read_json, read_json_or_default
+from trainer.config.errors import to_text
+from trainer.config.files import (
+    UnreadableFileError,
+    check_type,
+    describe_broken_link,
+    read_json,
+    read_json_or_default,
+    read_text,
+)
 from trainer.config.paths import find_similar_path
 
 MAX_NAME_BYTES = 255  # the limit for file names on common file systems
@@ -28,34 +37,11 @@ MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
-@dataclass(frozen=True)
-class LayerGroup:
-    weights: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class QuantizationKeys:
-    """Declares the keys of `quantization_config` that we read, for all quantization libraries."""
-
-    format: str | None = None
-    bits: StrictInt | None = None
-    w_bit: StrictInt | None = None
-    desc_act: StrictBool | None = None
-    zero_point: StrictBool | None = None
-    group_size: StrictInt | None = None
-    dynamic: dict[str, dict[str, Any] | None] | None = None
-    weight_block_size: tuple[int, int] | None = None
-    modules_to_not_convert: list[str] | None = None
-    ignored_layers: list[str] | None = None
-    ignore: list[str] | None = None
-    config_groups: dict[str, LayerGroup | None] | None = None
-    sparsity_config: dict[str, Any] | None = None
-
-
 Size = Annotated[StrictInt, Field(gt=0)]
 PositiveNumber = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 VALUES: dict[str, Any] = {
-    "(hidden|vocab)_size|num_(attention_heads|key_value_heads|beams)": Size,
+    "(hidden|vocab)_size|num_(attention_heads|key_value_heads|beams|labels)": Size,
+    "num_hidden_layers": Annotated[Size, Field(le=MAX_LAYERS)],
     "intermediate_size|head_dim|top_k|min_length|no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0)],
     "max_position_embeddings": PositiveNumber | Literal[-1],
     "(rms_|layer_)?norm_eps|layer_norm_epsilon": Annotated[PositiveNumber, Field(le=1)],
@@ -63,35 +49,30 @@ VALUES: dict[str, Any] = {
     "temperature": Annotated[float, Field(ge=0, strict=True)],
     "(top|min|typical)_p": Annotated[float, Field(ge=0, le=1, strict=True)],
     "(torch_)?dtype": str,
+    "(padding|truncation)_side": Literal["left", "right"],
     ".*_token_id": StrictInt,
     "(attention|attn|hidden|resid|embd)_(dropout|pdrop)": Annotated[float, Field(ge=0, lt=1, strict=True)],
 }
-"""Types of the keys of config.json, its sections, and the files next to it that transformers does not check."""
-
-
-@dataclass(frozen=True)
-class ConfigKeys:
-    """Declares the keys of config.json that we read. transformers reads the rest."""
-
-    num_hidden_layers: Annotated[Size, Field(le=MAX_LAYERS)] | None = None
-    model_type: str | None = None
-    architectures: list[str] | None = None
-    auto_map: dict[str, Any] | None = None
-    quantization_config: QuantizationKeys | None = None
-
-
-@dataclass(frozen=True)
-class GenerationKeys:
-    eos_token_id: StrictInt | list[StrictInt] | None = None
-    bad_words_ids: list[list[int]] | None = None
-
-
-@dataclass(frozen=True)
-class TokenizerKeys:
-    tokenizer_class: str | None = None
-    chat_template: str | list[dict[str, Any]] | dict[str, str] | None = None
-
-
+"""Types of values in config.json, its sections, and the files next to it, except for lists and mappings (`SHAPES`)."""
+SHAPES: dict[str, Any] = {
+    r".*quantization_config\.format": str,
+    r".*quantization_config\.(bits|w_bit|group_size)": StrictInt,
+    r".*quantization_config\.(desc_act|zero_point)": StrictBool,
+    r".*quantization_config\.weight_block_size": tuple[int, int],
+    r".*quantization_config\.(modules_to_not_convert|ignored_layers|ignore)": list[str],
+    r".*quantization_config\.(dynamic|config_groups)": dict[str, dict[str, Any] | None],
+    r".*quantization_config(\.sparsity_config|\.config_groups\..*\.weights)?": dict[str, Any],
+    "auto_map|rope_(parameters|scaling)|text_config|id2label|label2id|added_tokens_decoder": dict[str, Any],
+    "architectures|layer_types|model_input_names": list[str],
+    "additional_special_tokens": list[Any],
+    "extra_special_tokens": list[Any] | dict[str, Any],
+    "eos_token_id": StrictInt | list[StrictInt],
+    "bad_words_ids": list[list[int]],
+    "model_type|tokenizer_class": str,
+    "(bos|eos|pad|unk)_token": str | dict[str, Any],
+    "chat_template": str | list[dict[str, Any]] | dict[str, str],
+}
+COPY_FIX = "copy the file from the original model"
 SOURCE_FIX = "use OWNER/NAME on the Hub, such as Qwen/Qwen2.5-7B, or a folder"
 
 
@@ -131,12 +112,14 @@ def check_source(setting: str, name: str) -> None:
         raise UserError(f"{prefix}: {problem}; {fix}")
 
 
-def check_config_file(base_model: str) -> None:
+def check_config_file(base_model: str, revision: str) -> None:
+    """Raise UserError if config.json or a file next to it is invalid, in a folder or on the Hub."""
     folder, prefix = Path(base_model), f"base_model={base_model}"
-    if not folder.is_dir():
-        return
-    file = folder / "config.json"
-    if not file.exists():
+    names = ("config.json", "generation_config.json")
+    files = _find_files(base_model, revision, names)
+    if "config.json" not in files:
+        if not folder.is_dir():
+            return  # transformers explains why it cannot be downloaded
         raise UserError(f"{prefix}: {_describe_missing_config(folder)}")
     if (folder / SETTINGS_FILE).exists():
         raise UserError(
@@ -145,19 +128,21 @@ def check_config_file(base_model: str) -> None:
         )
     from transformers import CONFIG_MAPPING, GenerationConfig, __version__
 
-    settings = read_settings(prefix, file, ConfigKeys)
-    for name, schema in (("generation_config.json", GenerationKeys), ("tokenizer_config.json", TokenizerKeys)):
-        if (folder / name).exists():
-            read_settings(prefix, folder / name, schema)
+    settings, generation = (_read_settings(prefix, files[name]) if name in files else {} for name in names)
+    size: Any = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
+    for name, key in product(names, ("eos_token_id", "pad_token_id")) if isinstance(size, int) else ():
+        ids = (settings if name == names[0] else generation).get(key)
+        if any(isinstance(each, int) and each >= size for each in (ids if isinstance(ids, list) else [ids])):
+            raise UserError(f"{prefix}: {name}: {key}={to_text(ids)}: must be below vocab_size={size}; {COPY_FIX}")
     try:
-        GenerationConfig(**read_json_or_default(folder / "generation_config.json", Any, {}))
+        GenerationConfig(**generation)
     except (TypeError, ValueError) as error:
         raise UserError(f"{prefix}: generation_config.json: {_shorten_reason(error)}; fix this key") from None
-    if settings.auto_map:
+    if settings.get("auto_map"):
         return  # the model has its own code
-    kind = settings.model_type
+    kind = settings.get("model_type")
     if kind is None:
-        raise UserError(f"{prefix}: config.json has no model_type; copy the file from the original model")
+        raise UserError(f"{prefix}: config.json has no model_type; {COPY_FIX}")
     if kind not in CONFIG_MAPPING:
         raise UserError(
             f"{prefix}: config.json has model_type {kind}, which transformers {__version__} does not support; "
@@ -165,12 +150,31 @@ def check_config_file(base_model: str) -> None:
         )
 
 
+def check_tokenizer_files(prefix: str, source: str, revision: str) -> None:
+    """Raise UserError if a small file of a tokenizer, in a folder or on the Hub, is invalid."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    for file in _find_files(source, revision, names).values():
+        _read_settings(prefix, file)
+
+
+def _find_files(source: str, revision: str, names: Iterable[str]) -> dict[str, Path]:
+    """Return the existing files of a folder, or of a repository on the Hub, after downloading them."""
+    from transformers.utils import cached_file
+
+    folder, files = Path(source), dict[str, Path]()
+    for name in names:
+        with suppress(OSError, ValueError):
+            files[name] = folder / name if folder.is_dir() else Path(str(cached_file(source, name, revision=revision)))
+    return {name: file for name, file in files.items() if file.exists()}
+
+
 def _check_values(settings: dict[str, Any], section: str = "") -> None:
     for key, value in settings.items():
         if isinstance(value, dict):
             _check_values(value, f"{section}{key}.")
-        for pattern, type_ in VALUES.items() if not isinstance(value, dict | list | None) else ():
-            if re.fullmatch(pattern, key):
+        types = SHAPES if isinstance(value, dict | list) else VALUES | SHAPES
+        for pattern, type_ in types.items() if value is not None else ():
+            if re.fullmatch(pattern, key) or re.fullmatch(pattern, section + key):
                 check_type({f"{section}{key}": value}, Path("config.json"), dict[str, type_])  # type: ignore[valid-type]
 
 
@@ -184,13 +188,14 @@ def find_cached_file(name: str, file: str, revision: str | None) -> Path | None:
     return None
 
 
-def read_settings(prefix: str, file: Path, schema: Any) -> Any:
-    """Read one of a model's settings files. Raises UserError, prefixed with `prefix`, if it is invalid."""
+def _read_settings(prefix: str, file: Path) -> dict[str, Any]:
+    """Read and check a model's JSON file, or only check a chat template. Raises UserError if it is invalid."""
     try:
-        _check_values(read_json(file))
-        return read_json(file, schema)
+        settings = read_json(file) if file.suffix == ".json" else {"chat_template": read_text(file)}
+        _check_values(settings)
+        return settings
     except UnreadableFileError as fault:
-        raise UserError(f"{prefix}: {file.name}: {fault.problem}; copy the file from the original model") from None
+        raise UserError(f"{prefix}: {file.name}: {fault.problem}; {COPY_FIX}") from None
 
 
 def _describe_missing_config(folder: Path) -> str:
@@ -225,10 +230,15 @@ def build_load_error(
         similar = f" (did you mean {near}?)" if (near := find_similar_path(folder)) else ""
         return UserError(f"{prefix}: not a local folder{similar}, not in the Hub's cache, and {failure}")
     if not tokenizer:
-        return UserError(f"{prefix}: config.json is unusable ({reason}); copy the file from the original model")
+        return UserError(f"{prefix}: config.json is unusable ({reason}); {COPY_FIX}")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return build_missing_tokenizer_error(setting, name)
-    return UserError(f"{prefix}: {_describe_tokenizer_fault(folder, reason)}")
+    for file in _find_files(name, "", ("tokenizer.json", "added_tokens.json")).values():
+        try:
+            read_json(file)
+        except UnreadableFileError as fault:
+            return UserError(f"{prefix}: {file.name}: {fault.problem}; {COPY_FIX}")
+    return UserError(f"{prefix}: its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer")
 
 
 def _describe_config_fault(error: Exception, settings: str) -> str:
@@ -236,14 +246,14 @@ def _describe_config_fault(error: Exception, settings: str) -> str:
     unknown = next(iter(error.args), "a key") if isinstance(error, KeyError) else getattr(error, "name", None)
     if key := re.search(rf'"(\w+)": "{re.escape(str(unknown))}"', settings):
         return f"{key[1]}={unknown}: unknown to transformers"
-    reason = f"{unknown} is missing" if isinstance(error, KeyError) else _shorten_reason(error)
+    reason = f"{unknown} is missing" if isinstance(error, KeyError) else _shorten_reason(error, 2000)
     text = re.sub(r"^Class .*?: \w+: |^Validation error for field '(\w+)': \w+(: )", r"\1\2", reason)
     text = text.replace("Padding_idx must be within num_embeddings", "pad_token_id: must be below vocab_size")
     name, _, problem = text.partition(": ")
-    value = re.search(rf'"{re.escape(name)}": ("[^"]*"|\[.*?\]|[^,}}]+)', settings)
+    value = re.search(rf'"{re.escape(name)}": ("[^"]*"|\[.*?\]|\{{.*?\}}|[^,}}]+)', settings)
     if types := re.search(r"any type in \((.*?)\)\.|expected (\w+), got", problem):
-        problem = "must be of type " + re.sub(r"<class '([\w.]+)'>", r"\1", types[1] or types[2])
-    return f"{name}={value[1]}: {problem}" if value else text
+        problem = "must be of type " + re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", types[1] or types[2])
+    return _shorten_reason(f"{name}={value[1]}: {problem}" if value else text)
 
 
 def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
@@ -251,17 +261,6 @@ def build_missing_tokenizer_error(setting: str, name: str) -> UserError:
     files = ", ".join(TOKENIZER_FILES[:3])
     fix = "use another" if setting == "model.tokenizer" else "set model.tokenizer"
     return UserError(f"{setting}={name}: {source} has no tokenizer ({files}); add its files, or {fix}")
-
-
-def _describe_tokenizer_fault(folder: Path, reason: str) -> str:
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    for file in (folder / name for name in names):
-        try:
-            if file.exists():
-                read_json(file)
-        except UnreadableFileError as fault:
-            return f"{file.name}: {fault.problem}; copy the file from the original model"
-    return f"its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer"
 
 
 def _describe_hub_failure(name: str, error: Exception) -> str:
@@ -289,8 +288,8 @@ def _list_causes(error: BaseException | None) -> list[BaseException]:
     return causes
 
 
-def _shorten_reason(error: Any) -> str:
+def _shorten_reason(error: Any, limit: int = 200) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # Errors from pydantic and huggingface_hub name the field in the first line and the reason in the second.
     text = " ".join(lines[:2]).rstrip(".")
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -127,6 +128,10 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             raise _build_unmatched_error("modules_to_save", name, set(paths), "module")
     layers = list(find_layers_to_adapt(model, lora))
     adapted = [*layers, *find_expert_targets(model, lora, outside_text), *find_other_parameters(model, lora)]
+    for path, name in product(adapted, lora.modules_to_save) if lora.target_modules != ALL_LINEAR else ():
+        if f".{name}." in f".{path}.":
+            problem = f"{path} is trained in full, by lora.modules_to_save={to_text(lora.modules_to_save)}"
+            raise UserError(f"lora.target_modules={to_text(lora.target_modules)}: {problem}; remove it from one list")
     for setting, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for name in pattern:
             if not any(re.match(rf"(.*\.)?({name})$", path) for path in adapted):

@@ -16,7 +16,8 @@ from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.identity import Resumption, plan_resumption
 from trainer.checkpoint.output_folder import check_no_conflict, check_output_folder, prefix_errors
 from trainer.config import RunConfig, UserError
-from trainer.config.adapter_settings import SETTINGS_FILE
+from trainer.config.adapter_settings import SETTINGS_FILE, read_adapter_settings
+from trainer.config.files import UnreadableFileError
 from trainer.config.needs import read_switch_value
 from trainer.data.prepared import PreparedRun, count_samples, has_images
 from trainer.data.sources import disable_retries_without_network
@@ -155,11 +156,15 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
 
 def _check_adapter_on_hub(name: str) -> None:
-    from peft import PeftConfig
+    from transformers.utils import cached_file
 
     check_source("lora.adapter_path", name)
     disable_retries_without_network(name)
     try:
-        PeftConfig.from_pretrained(name)
-    except Exception as error:  # PEFT raises any exception for invalid values
+        file = Path(str(cached_file(name, SETTINGS_FILE)))
+    except (OSError, ValueError) as error:
         raise build_load_error("lora.adapter_path", name, error) from None
+    try:
+        read_adapter_settings(file.parent)
+    except UnreadableFileError as error:
+        raise UserError(f"lora.adapter_path={name}: {SETTINGS_FILE}: {error.problem}; {error.fix}") from None

@@ -15,6 +15,7 @@ from rich.markup import escape
 from ops.head import LossKind
 from trainer.config import RunConfig, UserError
 from trainer.data.batches import Batches, MicroBatch, StreamBatches, iterate_evaluation_batches
+from trainer.data.formats import PREFERENCE, UNPAIRED
 from trainer.data.grouping import DataStats
 from trainer.data.image_parts import build_thumbnail
 from trainer.data.prepared import PreparedRun, has_images
@@ -271,15 +272,17 @@ class LanguageTask(Task):
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
         """Return warnings about the data. Raises UserError if it is for another task."""
         if stats.desirable + stats.undesirable:
+            where = stats.find_source("dataset", UNPAIRED)
             raise UserError(
-                f"task={config.task}: the answers in the dataset are labeled true or false; set task: preference and "
-                "preference.loss: kto. To train on every answer, set dataset.format: prompt_completion or messages"
+                f"task={config.task}: the answers in {where} are labeled true or false; set task: preference and "
+                f"preference.loss: kto. To train on every answer, set {where}.format: prompt_completion or messages"
             )
         for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
             if part.pairs:
+                where = stats.find_source(label, PREFERENCE)
                 raise UserError(
-                    f"task={config.task}: {label} has pairs of a chosen and a rejected answer; set task: preference "
-                    f"or, to train on the chosen answers only, {label}.fields: {{prompt: prompt, completion: chosen}}"
+                    f"task={config.task}: {where} has pairs of a chosen and a rejected answer; set task: preference "
+                    f"or, to train on the chosen answers only, {where}.fields: {{prompt: prompt, completion: chosen}}"
                 )
         return []
 

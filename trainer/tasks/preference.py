@@ -6,10 +6,9 @@ once before training (`preference.reference`), but no extra memory.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import format_count
 from trainer.config.task_sections import WITHOUT_REFERENCE, PreferenceSection
 from trainer.data.batches import MicroBatch, PairBatch
+from trainer.data.formats import PREFERENCE, UNPAIRED
 from trainer.data.grouping import DataStats
 from trainer.data.pairs import DESIRABLE, SIDES
 from trainer.data.samples import Sample, Samples
@@ -277,39 +277,36 @@ def _weigh_tokens(counts: torch.Tensor, excess_weight: float) -> torch.Tensor:
     return weights
 
 
-def check_answers(
-    config: RunConfig, stats: DataStats, expected: str, check_labels: Callable[[DataStats, str], None]
-) -> None:
-    """Raise UserError if the training or evaluation data contains records that are not pairs.
-
-    `expected` describes valid records in the error message. `check_labels` is called for each part with pairs.
-    """
+def check_answers(config: RunConfig, stats: DataStats, loss: str | None = None) -> None:
+    """Raise UserError unless the data suits the task: `kto` needs answers with both labels, all others need pairs."""
+    is_kto, fix = loss == "kto", "use kto" if loss else "use task: preference with preference.loss: kto"
+    setting, others = f"preference.loss={loss}" if loss else f"task={config.task}", {*stats.formats.values()}
     for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
-        if part.pairs:
-            check_labels(part, label)
+        labeled = part.desirable + part.undesirable
+        if labeled and not is_kto:
+            where = stats.find_source(label, UNPAIRED)
+            raise UserError(f"{setting}: {where} has labeled answers, not pairs; {fix}")
+        if is_kto and labeled < part.pairs:
+            where = stats.find_source(label, PREFERENCE)
+            fix = f"to use both answers of each pair, set {where}.format: unpaired"
+            raise UserError(f"{setting}: {where} has pairs, not labeled answers; {fix}")
         if part.pairs < part.documents:
-            wanted = "unpaired" if expected == LABELED else "preference"
-            raise UserError(
-                f"task={config.task}: {part.documents - part.pairs:,} of {part.documents:,} records of {label} are not "
-                f"{expected}; fix or remove them, set {label}.format: {wanted}, or use task: language"
-            )
+            where = stats.find_source(label, *(others - {PREFERENCE, UNPAIRED}))
+            expected, wanted = (LABELED, UNPAIRED) if is_kto else (PAIRS, PREFERENCE)
+            fix = f"fix or remove them, set {where}.format: {wanted}, or use task: language"
+            raise UserError(f"task={config.task}: {where} has records that are not {expected}; {fix}")
+    if is_kto and stats.pairs and not (stats.desirable and stats.undesirable):
+        _report_one_label(config, stats)
 
 
-def _check_labels(loss: str, part: DataStats, label: str) -> None:
-    """Raise UserError unless the loss suits the data: `kto` needs answers with both labels, other losses need pairs."""
-    labeled = part.desirable + part.undesirable
-    if loss != "kto" and labeled:
-        raise UserError(
-            f"preference.loss={loss}: {labeled:,} records of {label} are labeled answers, not pairs; use kto"
-        )
-    if loss == "kto" and labeled < part.pairs:
-        raise UserError(
-            f"preference.loss=kto: {part.pairs - labeled:,} of {part.pairs:,} records of {label} are pairs, not "
-            f"labeled answers; to use both answers of each pair, set {label}.format: unpaired"
-        )
-    if loss == "kto" and not (part.desirable and part.undesirable) and label == "dataset":
-        only = "true" if part.desirable else "false"
-        raise UserError(f"preference.loss=kto: all {labeled:,} labels of {label} are {only}; add the other label")
+def _report_one_label(config: RunConfig, stats: DataStats) -> None:
+    """Raise UserError for training data with one label, which `dataset.val_split` may have caused."""
+    held_out, count = stats.evaluation, stats.desirable + stats.undesirable
+    only, other = ("true", "false") if stats.desirable else ("false", "true")
+    if config.dataset.val_split and held_out and (held_out.undesirable if stats.desirable else held_out.desirable):
+        problem = f"holds out all answers labeled {other}; hold out fewer, or add answers with this label"
+        raise UserError(f"dataset.val_split={config.dataset.val_split:g}: {problem}")
+    raise UserError(f"preference.loss=kto: all {count:,} labels of dataset are {only}; add the other label")
 
 
 class PreferenceTask(LanguageTask):
@@ -321,7 +318,7 @@ class PreferenceTask(LanguageTask):
     @classmethod
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
         loss = next(iter(config.preference.loss))
-        check_answers(config, stats, LABELED if loss == "kto" else PAIRS, partial(_check_labels, loss))
+        check_answers(config, stats, loss)
         if stats.margins:
             pairs = format_count(stats.margins, "pair")
             return [f"warning: dataset: margins are ignored ({pairs}), because only task: reward uses them"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
-from trainer.config import RunConfig, UserError
+from trainer.config import RunConfig
 from trainer.config.task_sections import RewardSection
 from trainer.data.batches import MicroBatch, PairBatch
 from trainer.data.grouping import DataStats
@@ -15,7 +15,7 @@ from trainer.parallel.engine.layer_gather.shards import LayerShards
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.plain_head import replace_head
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.preference import PAIR_METRICS, PAIRS, PairSums, check_answers
+from trainer.tasks.preference import PAIR_METRICS, PairSums, check_answers
 
 REWARD_METRICS = PAIR_METRICS[:4]
 
@@ -117,12 +117,7 @@ class RewardTask(LanguageTask):
 
     @classmethod
     def check_data(cls, config: RunConfig, stats: DataStats) -> list[str]:
-        def check_labels(part: DataStats, label: str) -> None:
-            if labeled := part.desirable + part.undesirable:
-                problem = f"{labeled:,} records of {label} are labeled answers, not pairs"
-                raise UserError(f"task=reward: {problem}; use task: preference with preference.loss: kto")
-
-        check_answers(config, stats, PAIRS, check_labels)
+        check_answers(config, stats)
         return []
 
     @staticmethod
