@@ -187,7 +187,7 @@ def _choose_data(settings: Settings, request: TailorRequest, profile: Profile) -
     if packs:
         why = f"the average document would fill only {profile.tokens.mean() / pack:.0%} of a sequence"
     elif short:
-        why = f"with packing, the run would have only {format_count(steps, 'step')}"
+        why = f"packed into sequences of {pack:,} tokens, the run would have only {format_count(steps, 'step')}"
     else:
         why = "the documents already fill most of a sequence"
     settings["dataset.packing"] = (packs, why)
@@ -223,7 +223,7 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
         if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
-            why = f"the global batch split over {format_count(request.gpus, 'rank')}; up to {largest} fit in memory"
+            why = f"the global batch split over {format_count(request.gpus, 'rank')}; up to {largest} per rank fit in memory"
             chosen["training.batch_size"] = (rows, why)
             settings |= chosen
             return
@@ -274,7 +274,7 @@ def _resolve_gpu_memory(option: str | None) -> tuple[int, str]:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         return memory, f"of this machine ({memory / GIB:.3g} GiB)"
-    return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed: this machine has no GPU; set --gpu-memory)"
+    return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed, as this machine has none; set --gpu-memory)"
 
 
 def render_yaml(settings: Settings, output: Path, warnings: Sequence[str] = ()) -> str:
