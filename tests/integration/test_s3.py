@@ -118,6 +118,6 @@ def test_a_kill_within_an_upload_leaves_whole_checkpoints(bucket: Any, config: P
 
 def test_a_bucket_that_is_missing_is_one_line(bucket: Any, config: Path, tmp_path: Path) -> None:
     shown = zerolora("validate", str(config), "dataset.path=s3://gone/a.jsonl", machine=tmp_path, check=False)
-    assert "error: dataset.path=s3://gone/a.jsonl: cannot be used (FileNotFoundError: The specified bucket" in shown
+    assert "error: dataset.path=s3://gone/a.jsonl: cannot be accessed (FileNotFoundError: The specified bucket" in shown
     shown = zerolora("eval", "s3://gone/run", machine=tmp_path, check=False)
     assert shown.count("error: ") == 1 and "Traceback" not in shown, shown
