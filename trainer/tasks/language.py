@@ -273,13 +273,15 @@ class LanguageTask(Task):
         if stats.desirable + stats.undesirable:
             raise UserError(
                 f"task={config.task}: the answers in the dataset are labeled true or false; set task: preference and "
-                "preference.loss: kto. To train on every answer, set dataset.format: prompt_completion or messages"
+                "preference.loss: kto (init: --preset kto). To train on every answer, set dataset.format: messages or "
+                "prompt_completion"
             )
         for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
             if part.pairs:
                 raise UserError(
                     f"task={config.task}: {label} has pairs of a chosen and a rejected answer; set task: preference "
-                    f"or, to train on the chosen answers only, {label}.fields: {{prompt: prompt, completion: chosen}}"
+                    "(init: --preset dpo) or, to train on the chosen answers only, "
+                    f"{label}.fields: {{prompt: prompt, completion: chosen}}"
                 )
         return []
 
