@@ -22,9 +22,11 @@ def _run_command() -> int:
 def main() -> None:
     # Until launcher/entry.py is imported, Ctrl-C terminates the process silently, without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    if os.environ.get("COLUMNS") == "0":  # an unknown width, at which rich would print nothing
+        del os.environ["COLUMNS"]
     exclude_working_folder()
-    if foreign := describe_shadowed_package():
-        print(f"error: {foreign}", file=sys.stderr)
+    if problem := describe_unusable_process() or describe_shadowed_package():
+        print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
     from launcher.entry import SignalInterrupt, run
     from trainer.contract.standard_streams import PROGRESS
@@ -41,6 +43,17 @@ def exclude_working_folder() -> None:
     if ROOT not in sys.path:  # an uninstalled checkout
         sys.path.insert(0, ROOT)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+
+
+def describe_unusable_process() -> str | None:
+    """Return an error message if the working directory was deleted, or Python drops docstrings."""
+    if sys.flags.optimize > 1:
+        return "PYTHONOPTIMIZE=2 or -OO: removes docstrings, which transformers needs; unset it"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working directory was deleted; change to another folder"
+    return None
 
 
 def describe_shadowed_package() -> str | None:

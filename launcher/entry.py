@@ -63,6 +63,7 @@ def run(command: Callable[[], int], *, exception: type[BaseException] = Keyboard
     A failed write to standard output is reported in one line with exit code 1; errors on standard error are ignored.
     """
     open_closed_descriptors()
+    sys.stdin = sys.stdin or open(0, closefd=False)  # Python sets None if it was closed
     handler, output = SignalHandler(exception), _Output(1, "w", closefd=False)
     encoding, errors = getattr(sys.stdout, "encoding", "utf-8"), getattr(sys.stdout, "errors", "replace")
     sys.stdout = io.TextIOWrapper(

@@ -40,7 +40,9 @@ def status(
     if JOB_ID_PATTERN.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
-            raise UserError(f"job {target}: unknown to SLURM, which forgets old jobs; pass the folder of its run")
+            raise UserError(
+                f"job {target}: unknown to scontrol (it fails, or SLURM forgot it); pass the folder of its run"
+            )
         for job in jobs:
             _print(describe_job(job))
             run = find_run_dir(job)

@@ -46,7 +46,7 @@ def read_allocation(env: Mapping[str, str], **filters: Any) -> Allocation:
         )
     if not env["SLURM_JOB_ID"].isdecimal() or not env.get("SLURM_JOB_NODELIST"):
         values = ", ".join(f"{name}={env.get(name, '')}" for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))
-        raise UserError(f"--launcher slurm: {values}: not valid for a SLURM job; run inside `salloc` or a batch script")
+        raise UserError(f"--launcher slurm: {values}: not valid for a SLURM job; run this in a job, or unset them")
     if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         raise UserError(
             f"--launcher slurm: srun has started this command {env['SLURM_STEP_NUM_TASKS']} times; start it without "

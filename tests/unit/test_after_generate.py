@@ -193,6 +193,9 @@ def test_prompts_come_from_the_command_line_or_line_by_line(
     few = ["--max-new-tokens", "6"]
     assert generate.main([str(run_dir), "seven cats", *few]) == 0
     single = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert generate.main([str(run_dir), *few]) == 2
+    assert "error: standard input: has no prompt; pipe one per line, or pass PROMPT to" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO("seven cats\n\n  blue dog \n"))
     assert generate.main([str(run_dir), *few]) == 0
     piped = capsys.readouterr().out

@@ -37,7 +37,7 @@ FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "typed": (GOOD + "training:\n  learning_rate: 2e4\n", ("training.learning_rate=2e4: must be 1 or less (config",)),
     "plain text": ("hello\n", ("config.yaml: is a single value",)),
     "bracket left open": ("lora: {r: 8\n", ("not valid YAML at line 2, column 1",)),
-    "tab": ("lora:\n\tr: 8\n", ("not valid YAML at line 2, column 1", "\\t")),
+    "tab": ("lora:\n\tr: 8\n", ("not valid YAML at line 2, column 1", "indent with spaces, not tabs")),
     "not text": (b"\xff\xfe\x00", ("config.yaml: line 1: byte 0xff is not UTF-8",)),
     "a date": (GOOD + "seed: 2026-09-09\n", ("seed=2026-09-09: must be a whole number (config.yaml:4)",)),
     "code in a tag": (GOOD + "seed: !!python/object/apply:os.getpid []\n", ("not valid YAML at line 4", "os.getpid")),
@@ -465,6 +465,16 @@ def test_a_mistake_on_the_command_line_is_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "see `" in line and "--help`" in line
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = CommandParser(prog="zerolora merge")
+    parser.add_argument("run")
+    parser.add_argument("--output")
+    parser.add_argument("--system")
+    found = parser.parse_intermixed_args(["~/run", "--output=~/merged", "--system=~/text"])
+    assert vars(found) == {"run": "/home/me/run", "output": "/home/me/merged", "system": "~/text"}
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "1.5", "many"])

@@ -109,7 +109,10 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no weights": (removed("model.safetensors"), ("no .safetensors file; convert",)),
     "truncated": (cut("model.safetensors", 9000), ("model.safetensors is truncated",)),
     "cut in the header": (cut("model.safetensors", 500), ("model.safetensors is truncated", "copy it again")),
-    "empty": (cut("model.safetensors", 0), ("model.safetensors is not a safetensors file",)),
+    "empty": (
+        cut("model.safetensors", 0),
+        ("model.safetensors is empty, or only a Git LFS pointer; download or copy it again",),
+    ),
     "pickled": (pickled, ("model.safetensors is a pickle file",)),
     "git-lfs": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), ("`git lfs pull`",)),
     "web page": (written("model.safetensors", "<!doctype html>" * 9), ("model.safetensors is a web page",)),

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,3 +229,27 @@ def test_every_setting_that_changes_the_content_changes_the_name(tokenizer: PreT
     names = {key: name(**{key: value}) for key, value in CHANGES.items()}
     assert len({name(), *names.values()}) == 1 + len(CHANGES)
     assert {name(**{key: value}) for key, value in NEUTRAL.items()} == {name()}
+
+
+def test_images_of_another_working_folder_are_other_images(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = DatasetSection(path="chats.jsonl", max_length=64)
+    encoder, found = DocumentEncoder(tokenizer, section), dict[bool, list[Any]]()
+    for has_images in (False, True):
+        encoder.images = SimpleNamespace(settings_digest="x") if has_images else None  # type: ignore[assignment]
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            monkeypatch.chdir(tmp_path / name)
+            write_chats(Path("chats.jsonl"), 4)
+            identity = prepare_module._identify_data(section, encoder, [("dataset", section)], 0)
+            found.setdefault(has_images, []).append(identity)
+    assert found[False][0] == found[False][1] and found[True][0] != found[True][1]
+
+
+def test_a_file_name_in_another_encoding_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("data").mkdir()
+    os.rename(write_chats(Path("chats.jsonl"), 4), b"data/b\xe9.jsonl")
+    section = DatasetSection(path="data", max_length=64)
+    with pytest.raises(UserError, match=r"dataset.path=data: the file name 'b\\udce9.jsonl' is not UTF-8; rename it"):
+        prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), model_max_length=None)

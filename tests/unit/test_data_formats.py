@@ -402,7 +402,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "content is a sound": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}]},
         {},
-        ("turn 1", "neither text nor images"),
+        ("turn 1", "neither text nor images (input_audio); remove them"),
     ),
     "turn is text": ({"messages": [ASK, "hello"]}, {}, ("turn 2", "is a string; write a record")),
     "messages are text": ({"messages": "hello"}, {}, ("record 1", "messages is a string")),

@@ -158,3 +158,9 @@ def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inspect.main(["config.yaml"]) == 0
     sys.stdout.flush()
     assert b"caf?" in shown.getvalue() and b"snow<|im_end|>" in shown.getvalue()
+
+
+def test_data_of_another_task_is_shown_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "warning: task=preference: 20 of 20 records of dataset are not pairs" in shown(capsys, "task=preference")
+    Path("chats.jsonl").write_text('{"prompt": "a", "chosen": " b", "rejected": " c"}\n')
+    assert "warning: task=auto: dataset has pairs of a chosen and a rejected answer" in shown(capsys)

@@ -28,6 +28,12 @@ def write_pairs(name: str, *answers: str) -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_answers_of_reasoning_alone_name_the_setting(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats("a.jsonl", "<think>a</think>", "<think>b")
+    with pytest.raises(UserError, match=r"all 2 answers are empty with dataset.thinking=strip; check the records"):
+        stats_of(tokenizer, thinking="strip")
+
+
 def write_chats(name: str, *answers: str) -> None:
     rows = [
         {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": answer}]}
@@ -227,7 +233,7 @@ RECORDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a format in a template": (
         '{"q": "a", "completion": "b"}',
         {"template": "{q:d}"},
-        "dataset.template={q:d}: must contain fields, such as {question}, without formats; fix it",
+        "dataset.template={q:d}: must contain fields, such as {question}, without formats; double other braces",
     ),
     "a conversion in a template": (
         '{"q": "a", "completion": "b"}',

@@ -268,3 +268,42 @@ def test_commands_do_not_spin_on_busy_cpus(monkeypatch: pytest.MonkeyPatch) -> N
         exec_module("trainer.commands.evaluate", [])
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert seen == ["passive", "active"]
+
+
+@pytest.mark.parametrize("words", ["validate ../c.yaml", "status ..", "--help"])
+def test_a_deleted_working_folder_is_one_line(folder: Path, words: str) -> None:
+    script = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -P -m launcher.cli {words}"
+    environment = ENVIRONMENT | {"PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: the working directory was deleted; change to another folder\n")
+
+
+def test_python_without_docstrings_is_one_line(folder: Path) -> None:
+    environment = ENVIRONMENT | {"PYTHONOPTIMIZE": "2", "PYTHONPATH": str(CHECKOUT)}
+    command = [*ZEROLORA, "generate", "--help"]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 2 and process.stderr.startswith("error: PYTHONOPTIMIZE=2 or -OO: removes docstrings")
+
+
+def test_a_terminal_of_unknown_width_shows_help(folder: Path) -> None:
+    environment = ENVIRONMENT | {"COLUMNS": "0", "PYTHONPATH": str(CHECKOUT)}
+    process = subprocess.run(
+        [*ZEROLORA, "report", "--help"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0 and "Usage: zerolora report" in process.stdout
+
+
+def test_a_closed_input_is_empty(folder: Path) -> None:
+    (folder / "victim.py").write_text("import sys\ndef main(): print('read', sys.stdin.isatty(), sys.stdin.read())\n")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    command = ["bash", "-c", '"$@" <&-', "-", *MODULE]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.stdout.startswith("read False") and process.returncode == 0
+
+
+def test_a_job_that_slurm_cannot_name_is_one_line(folder: Path) -> None:
+    (folder / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "scontrol").chmod(0o755)
+    environment = ENVIRONMENT | {"PATH": str(folder), "PYTHONPATH": str(CHECKOUT)}
+    process = subprocess.run([*ZEROLORA, "status", "123"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 2 and "job 123: unknown to scontrol (it fails, or SLURM forgot it)" in process.stderr

@@ -70,6 +70,12 @@ def test_header_lengths_cover_the_byte_of_a_pickle(tmp_path: Path) -> None:
     assert 0x80 in {first_byte(names) for names in range(40)}
 
 
+def test_a_pointer_to_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n")
+    with pytest.raises(UnreadableFileError, match=r"a.safetensors.* only a Git LFS pointer; copy or download it again"):
+        read_safetensors_header(tmp_path / "a.safetensors")
+
+
 def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "adapter_model.safetensors"
     torch.save({"a": torch.ones(2)}, path)

@@ -136,7 +136,9 @@ def test_srun_starts_every_rank_of_the_allocation(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("nodes", [{}, {"SLURM_JOB_NODELIST": ""}, {"SLURM_JOB_ID": "x", "SLURM_JOB_NODELIST": "n1"}])
 def test_half_the_environment_of_a_job_is_refused(nodes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    with pytest.raises(UserError, match=r"--launcher slurm: SLURM_JOB_ID=.* not valid for a SLURM job"):
+    with pytest.raises(
+        UserError, match=r"--launcher slurm: SLURM_JOB_ID=.* not valid for a SLURM job; run this in a job, or unset"
+    ):
         read_allocation({"SLURM_JOB_ID": "7"} | nodes)
 
 

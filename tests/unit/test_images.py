@@ -70,6 +70,11 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
     assert read_images(SourceSection(path=str(folder)), "dataset", "a thing")[0][0].caption == "a thing"
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "000.png", "text": "from metadata"}) + "\n")
     assert read_images(SourceSection(path=str(folder)), "dataset", None)[0][0].caption == "from metadata"
+    (folder / "000.txt").write_text("from a file")
+    with pytest.raises(UserError, match=r"000\.txt: the metadata has another caption of 000\.png; remove one"):
+        read_images(SourceSection(path=str(folder)), "dataset", None)
+    (folder / "000.txt").write_text("from  metadata\n")
+    assert read_images(SourceSection(path=str(folder)), "dataset", None)[0][0].caption == "from metadata"
     (folder / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
     with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: needs file_name, and a caption in"):
         read_images(SourceSection(path=str(folder)), "dataset", None)

@@ -170,7 +170,7 @@ def test_skipped_records_keep_answers_mismatched(ground: Path) -> None:
 
 def test_labeled_answers_are_no_language_data(ground: Path) -> None:
     config = load_config(ground / "base.yaml", [f"dataset.path={write(ground, GOOD, BAD)}"]).config
-    with pytest.raises(UserError, match="task=auto: the answers in dataset are labeled true or false"):
+    with pytest.raises(UserError, match=r"task=auto: the answers in dataset are labeled .*kto \(init: --preset kto\)"):
         prepare(config)
 
 

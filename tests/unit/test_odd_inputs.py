@@ -1170,7 +1170,7 @@ def test_standard_input_without_a_prompt_is_a_mistake(
     run_dir = make_run(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n \n"))
     assert generate.main([str(run_dir)]) == 2
-    assert "PROMPT: missing" in capsys.readouterr().err
+    assert "standard input: has no prompt" in capsys.readouterr().err
 
 
 def test_options_of_which_one_has_no_effect_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def read_stdin_prompts(terminal: bool) -> Iterator[str]:
             if terminal:
                 print(file=sys.stderr)
             if not found:
-                raise UserError("PROMPT: missing, and standard input has no prompt; pass one, or pipe one per line")
+                raise UserError("standard input: has no prompt; pipe one per line, or pass PROMPT to `generate`")
             return
         if prompt := line.removeprefix("\ufeff").strip():
             found = True

@@ -1,6 +1,7 @@
 """Parse command lines: the argument parser for all commands, and `key=value` overrides."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -164,7 +165,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.dest not in TEXTS:
-            arg_strings = [word.strip() for word in arg_strings]
+            arg_strings = [os.path.expanduser(word.strip()) for word in arg_strings]
             if "" in arg_strings:
                 raise argparse.ArgumentError(action, EMPTY_VALUE)
         return super()._get_values(action, arg_strings)

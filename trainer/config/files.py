@@ -161,6 +161,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
     """
     begin = _read_bytes(path, 0, 9)
     length = int.from_bytes(begin[:8], "little")
+    if begin in (b"", b"version h"):
+        raise UnreadableFileError(path, "is empty, or only a Git LFS pointer", "copy or download it again")
     # The first bytes of a pickle or zip file may be a valid length, but the ninth byte is not `{`.
     if len(begin) < 9 or begin[8:] != b"{":
         fix = "convert it to safetensors; pickled weights can run arbitrary code"

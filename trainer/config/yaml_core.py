@@ -26,6 +26,7 @@ _HINTS = {
     "expected <block end>": "indent the settings of a section equally",
     "could not determine a constructor for the tag": "remove the tag, which begins with !",
     "expected '<document start>'": "write settings as `name: value`, without lines of `...` or %YAML",
+    "found character '\\t'": "indent with spaces, not tabs",
     "mapping values are not allowed": "put text with a colon in quotes",
 }
 # Raised by PyYAML for a value that does not match its explicit tag, such as !!bool.

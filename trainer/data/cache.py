@@ -1,6 +1,7 @@
 """Cache of prepared (tokenized, masked, split and packed) data, keyed by content, tokenizer and settings."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -131,7 +132,7 @@ def _identify_data(section: DatasetSection, encoder: DocumentEncoder, sources: S
         "template": encoder.chat.template if encoder.chat else None,
         "tokenizer": xxhash.xxh3_128_hexdigest(encoder.tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
-        "images": encoder.images.settings_digest if encoder.images else None,
+        "images": [encoder.images.settings_digest, os.getcwd()] if encoder.images else None,  # relative paths
         "transformers": transformers.__version__,
     }
 

@@ -210,7 +210,7 @@ def _find_template_names(source: SourceSection, columns: Sequence[str], label: s
         raise UserError(f"{setting}: {error}; write literal braces twice, as {{{{ or }}}}") from None
     placeholders = [name for name, _ in parts if name is not None]
     if not placeholders or any(style for _, style in parts):
-        raise UserError(f"{setting}: must contain fields, such as {{question}}, without formats; fix it")
+        raise UserError(f"{setting}: must contain fields, such as {{question}}, without formats; double other braces")
     names = {name: source.fields.get(name, name) for name in placeholders}
     if source.template_without_input:
         names.setdefault("input", source.fields.get("input", "input"))

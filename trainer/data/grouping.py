@@ -164,9 +164,10 @@ def group_documents(
     first = 0
     for (label, source), part in zip(sources, train, strict=True):
         if part["answers"].any() and part["empty"].sum() == part["answers"].sum():
+            removed = f" with dataset.thinking={section.thinking}" * (section.thinking in ("strip", "empty"))
             raise UserError(
-                f"{label}.path={to_text(source.path)}: all {part['answers'].sum():,} answers are empty; check the "
-                f"records with `zerolora inspect`, or map the answer field in {label}.fields"
+                f"{label}.path={to_text(source.path)}: all {part['answers'].sum():,} answers are empty{removed}; check "
+                f"the records with `zerolora inspect`, or map the answer field in {label}.fields"
             )
         documents = np.arange(first, first + len(part["length"]))
         documents = documents[~is_held[documents] & (part["targets"] > 0)]
@@ -267,7 +268,9 @@ def _build_no_targets_error(section: DatasetSection, columns: Columns, records: 
     if not columns["truncated"][records].any():
         roles = ", ".join(section.train_on)
         renamed = any(source.roles for source in (section, *section.mix))
-        fix = f"{'correct dataset.roles, ' * renamed}train on other roles or on all, or remove empty records"
+        fix = (
+            f"{'correct dataset.roles, ' * renamed}train on other roles or all, raise weights, or remove empty records"
+        )
         problem = f"none of the {count} has a token to train on"
         return UserError(f"dataset.train_on={roles}: {problem}; {fix}; `zerolora inspect` shows the records")
     length = f"dataset.max_length={section.max_length}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.errors import to_text
 from trainer.config.yaml_core import read_yaml
 from trainer.data.formats import REQUIRED, UNPAIRED, RecordFormat, describe_type, join_names
 from trainer.data.image_parts import IMAGE_MARKER, PART_TYPES, ImageParts
@@ -320,7 +321,9 @@ def _read_content(content: Any, key: str, origin: str, images: ImageParts | None
         texts = [_read_part(part, images) for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        raise UserError(f"{origin}: {key} has parts that are neither text nor images; remove those, or set their type")
+        part = content[[isinstance(text, str) for text in texts].index(False)]
+        kind = f" ({to_text(part['type'], 30)})" if isinstance(part, Mapping) and "type" in part else ""
+        raise UserError(f"{origin}: {key} has parts that are neither text nor images{kind}; remove them")
     if not isinstance(content, str | None):
         raise UserError(f"{origin}: {key} is {describe_type(content)}; use a string")
     return content or ""

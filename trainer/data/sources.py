@@ -93,7 +93,10 @@ def compute_content_key(source: SourceSection, label: str) -> str:
         files = [file for name in names for file in find_data_files(source, local, name, label)]
     digest = xxhash.xxh3_128()
     for file in files:
-        digest.update(f"{file.relative_to(local) if local.is_dir() else file.suffix}:{file.stat().st_size}\n".encode())
+        name = str(file.relative_to(local) if local.is_dir() else file.suffix)
+        if re.search("[\ud800-\udfff]", name):  # how Python represents bytes that are not UTF-8
+            raise UserError(f"{describe_source(source, label)}: the file name {name!a} is not UTF-8; rename it")
+        digest.update(f"{name}:{file.stat().st_size}\n".encode())
         try:
             with file.open("rb") as stream:
                 while chunk := stream.read(1 << 22):
@@ -255,7 +258,7 @@ def _build_read_error(source: SourceSection, label: str, kind: str, error: Excep
     if isinstance(error, StopIteration) or re.search("corresponds to no data|BatchSize must be", f"{error} {reason}"):
         return build_no_records_error(source, label)
     problem = f"cannot be read as {kind} ({reason})"
-    return UserError(f"{describe_source(source, label)}: {problem}; it may be incomplete; copy it again")
+    return UserError(f"{describe_source(source, label)}: {problem}; copy it again, or convert it to JSONL")
 
 
 def _read_saved_dataset(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":

@@ -58,7 +58,11 @@ class MemoryPlan:
         }
         write_json(path, record)
         if estimate is None:
-            why = "cannot be estimated for this model" if on_gpu else "of the process, measured; only GPU memory is predicted"
+            why = (
+                "cannot be estimated for this model"
+                if on_gpu
+                else "of the process, measured; only GPU memory is predicted"
+            )
             return f"{'memory':<12} peak {format_gib(measured)} ({why})"
         error = measured / estimate.peak - 1
         return f"{'memory':<12} {format_gib(estimate.peak)} predicted, {format_gib(measured)} measured ({error:+.1%})"

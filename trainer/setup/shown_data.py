@@ -21,7 +21,7 @@ from trainer.data.records import PLAIN_TEXT
 from trainer.data.samples import Sample, Samples, decode_parts, split_documents
 from trainer.data.shared_prompts import measure_savings
 from trainer.data.step_count import compute_global_batch, compute_steps_per_epoch, count_steps, resolve_global_batch
-from trainer.setup.text_run import read_data
+from trainer.setup.text_run import find_task, read_data
 from trainer.tasks.images.batches import draw_order
 from trainer.tasks.images.prepare import prepare_image_run
 
@@ -66,6 +66,10 @@ def _show_examples(config: RunConfig, data: PreparedData, tokenizer: Any, consol
         console.print(f"first {len(samples)} samples: {stats.trained_fraction:.1%} of the tokens are trained on")
     for warning in list_mask_warnings(stats, config.dataset.train_on):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
+    try:
+        find_task(config).check_data(config, data.stats)
+    except UserError as error:  # the examples may show why
+        console.print(Text(f"warning: {error}", style="bold yellow"), soft_wrap=True)
 
 
 def _show_step(config: RunConfig, data: PreparedData, tokenizer: Any, console: Console, step: int, ranks: int) -> None:

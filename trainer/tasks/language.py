@@ -275,14 +275,16 @@ class LanguageTask(Task):
             where = stats.find_source("dataset", UNPAIRED)
             raise UserError(
                 f"task={config.task}: the answers in {where} are labeled true or false; set task: preference and "
-                f"preference.loss: kto. To train on every answer, set {where}.format: prompt_completion or messages"
+                "preference.loss: kto (init: --preset kto). To train on every answer, set "
+                f"{where}.format: messages or prompt_completion"
             )
         for label, part in (("dataset", stats), ("dataset.evaluation", stats.evaluation or stats)):
             if part.pairs:
                 where = stats.find_source(label, PREFERENCE)
                 raise UserError(
                     f"task={config.task}: {where} has pairs of a chosen and a rejected answer; set task: preference "
-                    f"or, to train on the chosen answers only, {where}.fields: {{prompt: prompt, completion: chosen}}"
+                    "(init: --preset dpo) or, to train on the chosen answers only, "
+                    f"{where}.fields: {{prompt: prompt, completion: chosen}}"
                 )
         return []
 

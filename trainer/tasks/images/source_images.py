@@ -99,9 +99,12 @@ def _read_folder(folder: Path, entries: list[Path], prefix: str, caption: str | 
 
 def _read_caption(file: Path, default: str | None) -> str | None:
     try:
-        return " ".join(read_text(file.with_suffix(".txt")).split())
+        text = " ".join(read_text(file.with_suffix(".txt")).split())
     except FileNotFoundError:
         return default
+    if default is not None and text != " ".join(default.split()):
+        raise UserError(f"{file.with_suffix('.txt')}: the metadata has another caption of {file.name}; remove one")
+    return text
 
 
 def _read_metadata(folder: Path, prefix: str, names: set[str]) -> dict[str, str]:
