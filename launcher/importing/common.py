@@ -247,6 +247,8 @@ def set_distribution(t: Translation) -> None:
                 t.reject(name, "no such file; copy it here, or nest its keys under fsdp_config")
             options = read_file(t, name, options, SHARDING_CONFIG["fsdp_config"])
         convert_fsdp(t, name, options or {})
+        if not is_off(t.get("deepspeed")):
+            t.reject("deepspeed", f"{name} is set as well; remove one of them")
     if (value := t.get("deepspeed")) is not None:
         set_sharding(t, "deepspeed", value)
     if t.get_setting("training.optimizer") in ("adafactor", "muon") and "zero.stage" not in t.settings:

@@ -136,7 +136,7 @@ def translate_data(t: Translation) -> None:
 
 def translate_sources(t: Translation, names: list[str]) -> None:
     folder = t.get("dataset_dir", "data")
-    file = t.foreign.find_file(f"{folder}/dataset_info.json")
+    file = t.foreign.find_file(f"{folder}/dataset_info.json") or t.foreign.find_file("dataset_info.json")
     name = "dataset_dir" if t.get("dataset_dir") else "dataset"
     if folder.startswith(("REMOTE:", "ONLINE")):
         t.reject("dataset_dir", "a list of datasets on the Hub is not supported; download the list and set its folder")

@@ -296,7 +296,7 @@ class Translation:
                 if key not in used and (is_off(inner) or key in table or key.startswith(prefixes)):
                     self.no_effect.append(key)
                 elif key not in used:
-                    near = find_nearest(key, [name for name in table if name[-1] != "*"], 0.86)
+                    near = find_nearest(key, [name for name in table if name[-1] != "*"], 0.85)
                     why = f"did you mean {near}?" if near else "no equivalent in zerolora"
                     self.note_unsupported(key, f"{to_text(inner, 60)}: {why}")
 

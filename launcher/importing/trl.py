@@ -117,13 +117,16 @@ def translate_adapter(t: Translation) -> None:
     common.check_bits(t)
     four, eight = t.get("load_in_4bit"), t.get("load_in_8bit")
     kind = "none" if not t.get("use_peft") and t.get("lora_r") is None else "qlora" if four or eight else "lora"
-    t.put("adapter", kind, "use_peft", "load_in_4bit", "load_in_8bit")
+    cause = "use_peft" if t.get("use_peft") or kind == "none" else "lora_r"
+    t.put("adapter", kind, cause, "load_in_4bit", "load_in_8bit")
+    if cause == "lora_r":
+        t.note(cause, "without use_peft, TRL trains all weights instead of an adapter; for that, set adapter: none")
     if kind == "none" and (four or eight):
         t.reject("load_in_4bit" if four else "load_in_8bit", "quantized weights cannot be trained; add --use_peft")
     if kind == "qlora" and not four:
         t.put("quantization.quant_type", "int8", "load_in_8bit")
         t.note("load_in_8bit", common.INT8_NOTE)
-    common.set_default_targets(t, "use_peft")
+    common.set_default_targets(t, cause)
     common.set_experts(t)
 
 

@@ -125,7 +125,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no kind of schema": (
         {"evaluation__metrics": ["json_schema"], "evaluation__json_schema": "type.json"},
-        "evaluation.json_schema=type.json: 'objects' is not valid",
+        "evaluation.json_schema=type.json: type='objects': not valid in a JSON schema",
     ),
     "no function": (
         {"evaluation__metrics": ["mine.py:gone"]},

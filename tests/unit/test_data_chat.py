@@ -389,8 +389,11 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert load_chat_template(tokenizer, str(file)) == WORDS
     with pytest.raises(UserError, match=r"chat_template=missing.jinja: neither a template nor an existing file"):
         load_chat_template(tokenizer, "missing.jinja")
-    with pytest.raises(UserError, match=r"chat_template=.*: is a folder; restore or replace the file"):
+    with pytest.raises(UserError, match=r"chat_template=.*: is a folder; use a file"):
         load_chat_template(tokenizer, str(tmp_path))
+    (tmp_path / "chat.json").write_text('{"chat_template": "x"}')
+    with pytest.raises(UserError, match=r"chat.json: the file is JSON, not a template; write a template into it"):
+        load_chat_template(tokenizer, str(tmp_path / "chat.json"))
     file.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"chat_template=.*: line 1: byte 0xe9 is not UTF-8; save it as UTF-8 text"):
         load_chat_template(tokenizer, str(file))

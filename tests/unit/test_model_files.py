@@ -64,12 +64,43 @@ def turn_template_into_folder(folder: Path) -> None:
     (folder / "chat_template.jinja").mkdir()
 
 
+def with_stored(change_weights: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Change:
+    def change(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        save_file(change_weights(stored), folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def break_link(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/x")
+
+
 DAMAGED: dict[str, tuple[Change, str]] = {
     "activation": (config(hidden_act="x"), "hidden_act=x: unknown to transformers"),
     "architectures": (config(architectures=5), "config.json: architectures=5: "),
     "an architecture": (config(architectures=[5]), "config.json: architectures.0=5: "),
     "a billion layers": (config(num_hidden_layers=10**9), "config.json: num_hidden_layers=1000000000: .* 10000"),
     "model type": (config(model_type=["llama"]), r"config.json: model_type=\[llama\]: "),
+    "code of its own without a configuration": (
+        config(auto_map={"AutoModelForCausalLM": "m.M"}, model_type="x"),
+        "config.json has model_type x, which transformers .* does not support",
+    ),
+    "byte-order mark": (write("config.json", b"\xef\xbb\xbf{}"), "config.json: begins with a byte-order mark, which"),
+    "tokenizer in git-lfs": (
+        write("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n"),
+        "tokenizer.json: is a git-lfs pointer; copy",
+    ),
+    "integers": (
+        with_stored(lambda stored: {key: w.int() if "q_proj" in key else w for key, w in stored.items()}),
+        r"q_proj.weight is stored as integers \(I32\); use",
+    ),
+    "names of torch.compile": (
+        with_stored(lambda stored: {f"_orig_mod.{key}": weight for key, weight in stored.items()}),
+        "is stored as _orig_mod..*; remove _orig_mod. from the names of the tensors",
+    ),
+    "a broken link": (break_link, "model.safetensors is a symlink to ../blobs/x, which does not exist; download"),
     "code of its own": (config(auto_map=5), "config.json: auto_map=5: "),
     "rope": (config(rope_parameters={"rope_type": "zzz"}), "rope_type=zzz: unknown to transformers"),
     "rope as a list": (config(rope_parameters=[1]), r"config.json: rope_parameters=\[1\]: must be a mapping"),
@@ -79,7 +110,7 @@ DAMAGED: dict[str, tuple[Change, str]] = {
         r"generation_config.json: eos_token_id=\[2, 384\]: must be below vocab_size=384;",
     ),
     "groups": (packed([1]), r"config.json: quantization_config.config_groups=\[1\]: "),
-    "a group": (packed({"a": 5}), r"quantization_config.config_groups.a=5: must be a mapping;"),
+    "a group": (packed({"a": 5}), r"quantization_config.config_groups.a=5: must be a mapping, such as"),
     "weights of a group": (packed({"a": {"weights": 7}}), "quantization_config.config_groups.a.weights=7: "),
     "quantisation": (config(quantization_config=[1]), r"config.json: quantization_config=\[1\]: "),
     "block": (fp8(weight_block_size=["a", 1]), 'quantization_config.weight_block_size.0="a": '),

@@ -756,7 +756,7 @@ def test_types_of_a_quantised_model_are_checked(changes: dict[str, object], line
         ),
         (["adapters=[{name: checkpoint-1},{name: b}]"], "adapters.0.name=checkpoint-1: is reserved or already used"),
         (["lora.null=3"], "lora.null: unknown setting"),
-        (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix?"),
+        (["dataset.mix[0].path=x"], "dataset.mix[0]: unknown setting; did you mean dataset.mix, the whole list?"),
         (["dataset.evaluatoin.path=x"], "dataset.evaluatoin: unknown setting; did you mean dataset.evaluation?"),
         (["dataset.fields={5: a}"], "dataset.fields.5=5: must be a string"),
         (["training.num_gpus=2"], "training.num_gpus: unknown setting; `zerolora config --schema` lists all"),
@@ -1025,9 +1025,10 @@ def test_an_option_in_place_of_a_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_mistyped_key_of_another_trainer_is_corrected(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(AXOLOTL + "learning_rte: 1e-3\nsomething: 5\n")
+    (tmp_path / "a.yaml").write_text(AXOLOTL + "learning_rte: 1e-3\nsomething: 5\nlora_rnk: 8\n")
     left_out = dict(translate_arguments([str(tmp_path / "a.yaml")]).left_out)
     assert left_out["learning_rte"].endswith(": did you mean learning_rate?")
+    assert left_out["lora_rnk"].endswith(": did you mean lora_r?")
     assert left_out["something"].endswith("no equivalent in zerolora")
 
 
@@ -1038,6 +1039,25 @@ def test_muon_of_llamafactory_replaces_its_optimizer(tmp_path: Path) -> None:
         "stage: sft\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\nuse_muon: true\noptim: adamw_torch\n"
     )
     assert translate_arguments([str(file)], tmp_path).get_setting("training.optimizer") == "muon"
+
+
+def test_data_of_llamafactory_may_be_listed_next_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}}')
+    (tmp_path / "l.yaml").write_text("stage: sft\nmodel_name_or_path: m\ndataset: d\ntemplate: qwen\n")
+    path = translate_arguments([str(tmp_path / "l.yaml")]).get_setting("dataset.path")
+    assert Path(path) == tmp_path / "d.json"
+
+
+def test_an_adapter_that_trl_would_not_train_is_reported() -> None:
+    words = "trl sft --model_name_or_path m --dataset_name d --lora_r 8"
+    name, remark = translate_arguments(words.split()).different[0]
+    assert name == "lora_r" and remark.startswith("without use_peft, TRL trains all weights")
+
+
+def test_fsdp_and_deepspeed_are_not_both_imported(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(AXOLOTL + "fsdp: [full_shard]\ndeepspeed: zero2.json\n")
+    with pytest.raises(UserError, match=r"deepspeed=zero2\.json: fsdp is set as well; remove one of them"):
+        translate_arguments([str(tmp_path / "a.yaml")])
 
 
 def test_a_length_of_trl_without_a_limit_is_reported() -> None:
@@ -1111,6 +1131,7 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
         ({"trainable_token_indices": {"embed_tokens": [3]}}, "embed_tokens.* is missing"),
         ({"lora_alpha": 0}, r"^lora.adapter_path=.*: adapter_config.json: lora_alpha=0: must be above 0"),
         ({"layer_replication": [[0, 2]]}, "must be null"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]: must be null"),
         ({"rank_pattern": {"q_[": 8}}, r"rank_pattern.q_\[.*: q_\[ is not a valid regular expression"),
         (
             {"exclude_modules": "("},

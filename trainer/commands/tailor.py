@@ -223,7 +223,7 @@ def _choose_placement(settings: Settings, request: TailorRequest, prepared: Prep
         no_global = {"training.global_batch_size": (None, ""), "training.gradient_accumulation_steps": (1, "")}
         if largest := planner.find_largest_batch(_build_config(settings | chosen | no_global), request.memory):
             rows = min(largest, (settings["training.global_batch_size"][0] or request.gpus) // request.gpus or 1)
-            why = f"the global batch split over {format_count(request.gpus, 'rank')}; up to {largest} per rank fit in memory"
+            why = f"global batch over {format_count(request.gpus, 'rank')}; up to {largest} per rank fit in memory"
             chosen["training.batch_size"] = (rows, why)
             settings |= chosen
             return

@@ -31,6 +31,7 @@ def find_entry_mistakes(adapters: tuple[dict[str, Any], ...]) -> Iterator[Mistak
         name = entry.get("name")
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.=+,-]{0,99}", name):
             fix = "write `name: NAME` with letters, digits and . , _ - = + only; it also names the folder"
+            fix = f'write it in quotes: "{name}"' if type(name) in (int, float) else fix
             yield Mistake(f"adapters.{index}.name", name, "must name the adapter", fix)
         elif name.lower() in names or re.fullmatch(r"logs|checkpoint-\d+", name):
             yield Mistake(

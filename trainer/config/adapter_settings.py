@@ -45,6 +45,7 @@ class AdapterSettings(BaseModel):
     modules_to_save: list[str] | None = None
     rank_pattern: dict[Pattern, Rank] | None = None
     alpha_pattern: dict[Pattern, Number] | None = None
+    alora_invocation_tokens: None = None
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
 
 

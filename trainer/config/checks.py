@@ -198,11 +198,13 @@ def _check_training(config: RunConfig) -> Iterator[Mistake]:
 
 def _check_scores(config: RunConfig) -> Iterator[Mistake]:
     evaluation, best = config.evaluation, config.training.monitored_metric
+    known = [*LOSS_METRICS, *(name.rpartition(":")[2] for name in evaluation.metrics)]
     for name in evaluation.metrics:
         if name not in ANSWER_METRICS and not re.fullmatch(r".+\.py:\w+", name):
             fix = f"use {', '.join(ANSWER_METRICS)} or FILE.py:FUNCTION"
             yield Mistake("evaluation.metrics", name, "unknown metric", fix)
-    known = [*LOSS_METRICS, *(name.rpartition(":")[2] for name in evaluation.metrics)]
+        elif ":" in name and known.count(metric := name.rpartition(":")[2]) > 1:
+            yield Mistake("evaluation.metrics", name, f"another metric is also named {metric}", "rename the function")
     if best not in known and not (evaluation.tasks and "/" in best):
         fix = f"use {', '.join(known)}{' or TASK/METRIC' if evaluation.tasks else ''}"
         involves = "evaluation.metrics evaluation.tasks"

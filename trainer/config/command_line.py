@@ -29,6 +29,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python represents bytes that are not UTF-8
         raise UserError(f"{text!a}: not valid UTF-8; set the shell's locale to UTF-8")
     name, equals, value = text.partition("=")
+    if name.startswith("+"):
+        raise UserError(f"{text}: begins with +; write {text.lstrip('+')}")
     name = name.strip()
     if not equals or not name:
         example = f"{name}=VALUE" if get_setting_type(name) else "key=value, such as training.learning_rate=1e-4"

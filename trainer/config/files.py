@@ -72,7 +72,8 @@ def _read_bytes(path: Path, offset: int, count: int) -> bytes:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise UnreadableFileError(path, "is a folder" if stat.S_ISDIR(mode) else "is not a regular file")
+            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise UnreadableFileError(path, f"is {kind}", "use a file")
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(count)
@@ -133,6 +134,8 @@ def parse_json(content: bytes | str, path: Path, type_: Any = dict[str, Any]) ->
     except RecursionError:
         raise UnreadableFileError(path, "is nested too deeply to parse as JSON") from None
     except json.JSONDecodeError as error:
+        if text.startswith("version https://git-lfs"):
+            raise UnreadableFileError(path, "is a git-lfs pointer", "run `git lfs pull`") from None
         problem = f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
         raise UnreadableFileError(path, problem) from None
     except ValueError as error:  # more digits than Python converts

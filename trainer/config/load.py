@@ -53,8 +53,8 @@ def load_config_text(
     for line, message in file.mistakes:
         mistakes.add_line_error(line, message)
     settings.add_file(file.tree)
-    for before, override in pairwise(("=", *overrides)):
-        if "=" not in before + override:  # the value in `lora.r 8`, which has been reported
+    for before, override in pairwise(("a=", *overrides)):
+        if "=" not in before + override or "=" in (before, override):  # part of `lora.r = 8`, which has been reported
             continue
         try:
             name, value = parse_override(override)

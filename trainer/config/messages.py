@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.aliases import ALIASES
+from trainer.config.aliases import ALIASES, REPLACEMENT_ADVICE
 from trainer.config.errors import MISSING_DATA, Mistake, describe_problem, find_nearest, to_text
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import FRACTION_SETTINGS
@@ -43,11 +43,15 @@ def _build_mistake(path: Sequence[str], error: ErrorDetails, *others: ErrorDetai
             name, value, f"must be a list of sections, such as [{{{next(iter(section.model_fields))}: ...}}]"
         )
     if error["type"] == "string_type" and isinstance(value, (list, dict)):
-        fix = "use dataset.mix for several sources" if name == "dataset.path" else "put it in quotes"
+        fix = "use dataset.mix for several sources" if name == "dataset.path" else "write one value, or quote it"
         return Mistake(name, value, f"must be a string, not a {'list' if isinstance(value, list) else 'mapping'}", fix)
+    if name == "adapters" and error["type"] == "tuple_type":
+        return Mistake(name, value, "must be a list of mappings, such as [{name: a}, {name: b}]")
     if error["type"] in ("model_type", "model_attributes_type") and section:
         return build_section_mistake(name, section, value)
     problem, above = describe_problem(error), find_section(path[:-1])
+    if value == -1 and above and above.model_fields[path[-1]].default is None:  # "no limit" in other trainers
+        return Mistake(name, value, problem, "remove it")
     if value is True and above and (meaning := above.model_fields[path[-1]].description):
         problem += f" ({meaning.split('. ')[0].removesuffix('.')})"  # a switch in other trainers, but a number here
     allowed = next((other["ctx"]["expected"] for other in others if other["type"] == "literal_error"), None)
@@ -73,15 +77,19 @@ def _build_unknown_setting_mistake(path: Sequence[str]) -> Mistake:
     section_aliases = {
         key.rpartition(".")[2]: ALIASES[key] for key in ALIASES if above and key.rpartition(".")[0] == above
     }
-    if name in ALIASES:
-        suggestion = ALIASES[name]
+    if name.startswith("\u00a0"):
+        return Mistake(dotted, None, "indented with no-break spaces", "indent with spaces")
+    if name in REPLACEMENT_ADVICE and section and name not in candidates:
+        return Mistake(dotted, None, "not a zerolora setting", REPLACEMENT_ADVICE[name])
+    if name in ALIASES or name in RunConfig.model_fields:
+        suggestion = ALIASES.get(name, name)
     elif section and (close := find_nearest(name.partition("[")[0], [*section.model_fields, *section_aliases])):
         suggestion = section_aliases.get(close, ".".join([*path[:-1], close]))
     elif section and (inner := next((field for field in section.model_fields if name.endswith(f"_{field}")), "")):
         suggestion = ".".join([*path[:-1], inner])
     else:
         suggestion = candidates.get(find_nearest(name, candidates, 0.9) or "", "")
-    fix = f"did you mean {suggestion}?" if suggestion else _ALL_LISTED
+    fix = f"did you mean {suggestion}{', the whole list' * ('[' in name)}?" if suggestion else _ALL_LISTED
     return Mistake(dotted or "''", None, "unknown setting", fix, suggestion)
 
 

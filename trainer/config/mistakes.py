@@ -224,7 +224,8 @@ class UserSettings:
             child = node.setdefault(section, {})
             if not isinstance(child, dict):
                 problem = f"{section} is {to_text(child)}, not a section"
-                self.mistakes.add(Mistake(name, to_text(value), problem, "remove one of them", name=dotted))
+                fix = "set the whole list" if isinstance(child, list) else "remove one of them"
+                self.mistakes.add(Mistake(name, to_text(value), problem, fix, name=dotted))
                 return
             node = child
         if override:

@@ -31,7 +31,8 @@ def _parse_loss_weights(value: Any) -> Any:
         raise ValueError("must be a loss, or a mapping of losses to weights; use dpo, or {dpo: 1.0, sft: 0.2}")
     for name, weight in weights.items():
         if name not in LOSSES:
-            raise ValueError(f"{name} is not a loss; choose from {', '.join(LOSSES)} (dpo is TRL's sigmoid)")
+            fix = "write dpo" if name == "sigmoid" else f"choose from {', '.join(LOSSES)}"
+            raise ValueError(f"{name} is not a loss; {fix}")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {name} must be a number above 0")
     if "kto" in weights and len(weights) > 1:

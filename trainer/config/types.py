@@ -57,7 +57,8 @@ def check_regex(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"{text} is not a valid regular expression ({error}); fix it") from None
+        fix = f"write .{text}" if text.startswith("*") else "fix it"
+        raise ValueError(f"{text} is not a valid regular expression ({error}); {fix}") from None
     return text
 
 

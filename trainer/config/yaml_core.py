@@ -182,7 +182,8 @@ def parse_yaml(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLo
         raise UserError(f"{path}: not valid YAML{where}: {problem}{hint}") from None
     if not isinstance(tree, dict):
         content = "is empty" if tree is None else f"is a {'list' if isinstance(tree, list) else 'single value'}"
-        raise UserError(f"{path}: {content}; write settings such as `base_model: ...`")
+        fix = "write `name: value`, not `name = value`" if " = " in text else "write settings such as `base_model: ...`"
+        raise UserError(f"{path}: {content}; {fix}")
     lines, texts = dict[str, int](), dict[str, str]()
     _collect_lines(node, "", lines, texts)
     return YamlFile(tree, lines, texts, loader.mistakes)

@@ -36,9 +36,10 @@ def read_template(configured: str) -> str:
     if not configured.strip():
         raise UserError("dataset.chat_template: empty; write a template or the path to a file, or remove the setting")
     try:
-        if (text := read_text(Path(configured).expanduser())).strip():
+        if (text := read_text(Path(configured).expanduser())).strip() and not configured.endswith(".json"):
             return text
-        problem = "the file is empty; write a template into it, or remove the setting"
+        fix = "write a template into it, or remove the setting"
+        problem = f"the file is {'JSON, not a template' if text.strip() else 'empty'}; {fix}"
     except FileNotFoundError:
         problem = "neither a template nor an existing file; write a template, or the path to a file"
     except UnreadableFileError as error:

@@ -18,6 +18,7 @@ from trainer.config.files import (
     UnreadableFileError,
     check_type,
     describe_broken_link,
+    read_bytes,
     read_json,
     read_json_or_default,
     read_text,
@@ -138,7 +139,7 @@ def check_config_file(base_model: str, revision: str) -> None:
         GenerationConfig(**generation)
     except (TypeError, ValueError) as error:
         raise UserError(f"{prefix}: generation_config.json: {_shorten_reason(error)}; fix this key") from None
-    if settings.get("auto_map"):
+    if "AutoConfig" in (settings.get("auto_map") or {}):
         return  # the model has its own code
     kind = settings.get("model_type")
     if kind is None:
@@ -191,6 +192,8 @@ def find_cached_file(name: str, file: str, revision: str | None) -> Path | None:
 def _read_settings(prefix: str, file: Path) -> dict[str, Any]:
     """Read and check a model's JSON file, or only check a chat template. Raises UserError if it is invalid."""
     try:
+        if read_bytes(file).startswith(b"\xef\xbb\xbf"):
+            raise UnreadableFileError(file, "begins with a byte-order mark, which transformers cannot read")
         settings = read_json(file) if file.suffix == ".json" else {"chat_template": read_text(file)}
         _check_values(settings)
         return settings

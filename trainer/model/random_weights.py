@@ -51,7 +51,7 @@ def build_random_config(base_model: str) -> Any:
         config = AutoConfig.for_model(model_type, **(settings | ids))
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, StrictDataclassError) as error:
         # Strict dataclasses give the reason in the last line.
-        reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
+        reason = str(error).splitlines()[-1].strip(" .").removeprefix("ValueError: ").removeprefix("TypeError: ")
         raise UserError(f"base_model={base_model}: {reason}; change that setting") from None
     heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:

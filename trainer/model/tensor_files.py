@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from safetensors import safe_open
 
 from trainer.config import ModelSection, UserError
-from trainer.config.files import UnreadableFileError, read_json, read_safetensors_header
+from trainer.config.files import UnreadableFileError, describe_broken_link, read_json, read_safetensors_header
 from trainer.model.model_source import find_cached_file
 
 STEM = "model"
@@ -90,6 +90,8 @@ def find_weight_files(folder: Path, setting: str, *, stem: str = STEM) -> list[P
         others = sorted(file.name for file in folder.glob("*.safetensors"))
         if not others:
             raise UserError(f"{setting}: has no .safetensors file; convert the weights to safetensors")
+        if link := describe_broken_link(folder / weights):
+            raise UserError(f"{setting}: {link}; download or copy the model again")
         problem = f"has {others[0]}, but neither {weights} nor {index.name}"
         raise UserError(f"{setting}: {problem}; copy the missing file from the original model's repository")
     names = _read_index(index, setting)

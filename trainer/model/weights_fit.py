@@ -69,6 +69,9 @@ def check_loading_info(setting: str, model: Any, info: dict[str, Any]) -> list[s
     extra = _describe_extra_layers(model, info["unexpected_keys"])
     if info["missing_keys"]:
         first, count = min(info["missing_keys"], key=_build_natural_sort_key), len(info["missing_keys"])
+        if stored := next((key for key in info["unexpected_keys"] if key.endswith(f".{first}")), None):
+            fix = f"remove {stored.removesuffix(first)} from the names of the tensors"
+            raise UserError(f"{setting}: {first} is stored as {stored}; {fix}")
         raise UserError(
             f"{setting}: {count} of the {expected} weights that config.json describes for {name} are missing "
             f"(first: {first}) and would be random; {SAME_MODEL_FIX}, or download the model again"
@@ -119,6 +122,8 @@ def _check_types(setting: str, files: SafetensorsFiles) -> None:
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.read_shapes()[name]) > 1):
             fix = "use the full-precision model it was made from"
             raise UserError(f"{setting}: {name} is stored in 8 bits or less ({kind}), unlike the other weights; {fix}")
+        if name.endswith(".weight") and kind in ("BOOL", "I16", "I32", "I64", "U16", "U32", "U64"):
+            raise UserError(f"{setting}: {name} is stored as integers ({kind}); {SAME_MODEL_FIX}")
 
 
 def _build_natural_sort_key(name: str) -> list[tuple[int, str]]:

@@ -139,7 +139,9 @@ def _build_json_schema_metric(path: Path) -> Metric:
         kind = jsonschema.validators.validator_for(schema)
         kind.check_schema(schema)
     except (FileNotFoundError, UnreadableFileError, jsonschema.SchemaError) as error:
-        problem = getattr(error, "problem", getattr(error, "message", "no such file"))
+        problem = getattr(error, "problem", "no such file")
+        if isinstance(error, jsonschema.SchemaError):
+            problem = f"{error.json_path[2:]}={error.instance!r}: not valid in a JSON schema"
         raise UserError(f"evaluation.json_schema={path}: {problem}; use a file with a JSON schema") from None
 
     def is_valid(prompt: str, answer: str, expected: str) -> float:
