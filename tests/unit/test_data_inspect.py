@@ -161,6 +161,8 @@ def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_data_of_another_task_is_shown_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "warning: task=preference: 20 of 20 records of dataset are not pairs" in shown(capsys, "task=preference")
+    assert "warning: task=preference: dataset has records that are not pairs of a chosen" in shown(
+        capsys, "task=preference"
+    )
     Path("chats.jsonl").write_text('{"prompt": "a", "chosen": " b", "rejected": " c"}\n')
     assert "warning: task=auto: dataset has pairs of a chosen and a rejected answer" in shown(capsys)

@@ -424,7 +424,7 @@ def test_a_bad_pair_is_named(ground: Path, name: str) -> None:
             "lora.adapter_path=/nowhere: is also the reference, which must be computed before",
         ),
         ({"scu__enabled": True}, "scu.measure=delta: needs a loss per token, but preferences have a loss per pair"),
-        ({"preference__loss": "sigmoid"}, "orpo, sft, kto (dpo is TRL's sigmoid)"),
+        ({"preference__loss": "sigmoid"}, "sigmoid is not a loss; write dpo"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(ground: Path, settings: dict[str, Any], message: str) -> None:
