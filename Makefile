@@ -50,7 +50,7 @@ lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry,
 docs: setup  ## the documentation as a site, in runs/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build -q && echo runs/site/index.html
 
-test: lint  ## lint and the fast tests of one process: about 20 minutes on 2 cores
+test: lint  ## lint and the fast tests of one process: about 15 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(OTHERS)
 
 test-ci: setup  ## what CI runs after them: tests that launch ranks, two hosts, SLURM, MPI, ssh, restarts

@@ -218,6 +218,8 @@ def expand_sweep(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ())
             raise UserError(f"{text}: every run of a sweep resumes from its own folder; remove this setting")
         if name in texts:
             raise UserError(f"{text}: {name} is also set by {texts[name]}; list all its values once, as {key}=A,B")
+        if len(split_values(values)) > len({value.strip() for value in split_values(values)}):
+            raise UserError(f"{text}: has a value twice; list each value once")
         texts[name] = text
         axes.append([f"{key}={value.strip()}" for value in split_values(values)])
     if (count := math.prod(map(len, axes))) > MAX_RUNS:

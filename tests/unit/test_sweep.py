@@ -82,7 +82,7 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
         (["lr=1e-4,2e-4", "training.learning_rate=1e-3,2e-3"], "also set by lr=1e-4,2e-4"),
         (["seed=1,2", "seed=5"], "seed=1,2: seed is also set by seed=5"),
         (["output_dir=a,b"], "output_dir=a,b: a sweep has a single output_dir"),
-        (["seed=1,1"], "has the same settings as seed=1"),
+        (["seed=1,1"], "seed=1,1: has a value twice; list each value once"),
         (["lr=1e-4,0.0001"], "lr=0.0001: has the same settings as lr=1e-4"),
         ([f"seed={','.join(map(str, range(500)))}"] * 9, "also set by"),
         (["dataset.path=a/b.jsonl,a_b.jsonl"], "path=a_b.jsonl: two runs share this folder"),

@@ -38,6 +38,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"lora.target_modules=mlp.gate_prj: matches no layer.*did you mean gate_proj\?",
     ),
     "shortened": ({"target_modules": ("q", "v")}, r"lora.target_modules=q: .*did you mean q_proj\?"),
+    "spaces": (
+        {"target_modules": ("q_proj v_proj",)},
+        r"target_modules=q_proj v_proj: .* did you mean q_proj, v_proj\?",
+    ),
     "far off": ({"target_modules": ("xyz",)}, r"lora.target_modules=xyz: matches no layer of this model; available: "),
     "a module": (
         {"target_modules": ("mlp",)},

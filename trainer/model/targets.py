@@ -297,7 +297,8 @@ def _is_target(path: str, lora: LoraSection) -> bool:
 def _build_unmatched_error(setting: str, name: str, paths: set[str], kind: str) -> UserError:
     names = {word for path in paths for word in path.split(".") if not word.isdigit()}
     last = name.rpartition(".")[2]
-    nearest = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)
+    suffixed = [f"{last}_proj"] if f"{last}_proj" in names else get_close_matches(last, sorted(names), n=1)
+    nearest = [", ".join(name.split())] if len(name.split()) > 1 else suffixed
     hint = f"did you mean {nearest[0]}? Available" if nearest else "available"
     problem = f"matches no {kind} of this model; {hint}: {_summarize_names(paths)}"
     return UserError(f"lora.{setting}={to_text(name)}: {problem}")
