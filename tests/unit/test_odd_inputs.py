@@ -1132,6 +1132,8 @@ def test_what_allow_mismatch_accepts_is_reported(tmp_path: Path, capsys: pytest.
         ({"lora_alpha": 0}, r"^lora.adapter_path=.*: adapter_config.json: lora_alpha=0: must be above 0"),
         ({"layer_replication": [[0, 2]]}, "must be null"),
         ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]: must be null"),
+        ({"use_qalora": True}, "use_qalora=true: must be False"),
+        ({"kasa_config": {"rank": 4}}, r"kasa_config=\{rank: 4\}: must be null"),
         ({"rank_pattern": {"q_[": 8}}, r"rank_pattern.q_\[.*: q_\[ is not a valid regular expression"),
         (
             {"exclude_modules": "("},

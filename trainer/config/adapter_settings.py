@@ -45,7 +45,13 @@ class AdapterSettings(BaseModel):
     modules_to_save: list[str] | None = None
     rank_pattern: dict[Pattern, Rank] | None = None
     alpha_pattern: dict[Pattern, Number] | None = None
+    # Variants of LoRA with another forward pass.
     alora_invocation_tokens: None = None
+    arrow_config: None = None
+    kasa_config: None = None
+    monteclora_config: None = None
+    use_bdlora: None = None
+    use_qalora: Literal[False] = False
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
 
 
