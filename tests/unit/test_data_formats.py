@@ -416,6 +416,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("completion is a number; use a string",),
     ),
+    "columns, as pandas writes them": (
+        {"prompt": {"0": "x", "1": "y"}, "completion": {"0": "a", "1": "b"}},
+        {},
+        ("prompt is a record", 'in pandas with orient="records"'),
+    ),
     "tool call without name": (
         {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
         {},

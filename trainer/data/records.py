@@ -387,5 +387,7 @@ def _parse_json(value: Any, subject: str, origin: str) -> Any:
 def _read_text(record: Mapping[str, Any], name: str, origin: str) -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise UserError(f"{origin}: {name} is {describe_type(value)}; use a string")
+        is_column = isinstance(value, Mapping) and all(isinstance(key, str) and key.isdigit() for key in value)
+        fix = 'write the table as records, in pandas with orient="records"' if is_column else "use a string"
+        raise UserError(f"{origin}: {name} is {describe_type(value)}; {fix}")
     return value
