@@ -217,8 +217,10 @@ def build_command() -> Any:
 def main() -> int:
     """Run the command line and return its exit code; for a user error, print one line to stderr and return 2."""
     try:
+        home = os.path.expanduser("~")  # which bash does not expand after `--output=`
+        words = [re.sub("^(--[a-z-]+=)~(?=/|$)", lambda option: option[1] + home, word) for word in sys.argv[1:]]
         # In standalone mode, Typer would draw a box around each error.
-        return int(build_command()(args=sys.argv[1:] or ["--help"], prog_name="zerolora", standalone_mode=False) or 0)
+        return int(build_command()(args=words or ["--help"], prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else " ".join(["zerolora", *sys.argv[1:2]])
         mistake = format_one_line(_describe_usage_error(error))

@@ -95,6 +95,15 @@ def test_init_writes_its_own_file_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert (zerolora(), zerolora()) == (0, 0)
 
 
+def test_a_tilde_after_an_option_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.argv", ["zerolora", "init", "--output=~/mine.yaml"])
+    assert zerolora() == 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["home", "mine.yaml"]
+
+
 def test_init_refuses_a_preset_for_another_kind_of_model(tmp_path: Path, refuse: Command) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.json").write_text("{}")
