@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.compare.__main__ import main as compare
 from benchmarks.tiers.__main__ import main as tier
@@ -1164,6 +1166,18 @@ def test_an_initial_adapter_that_does_not_fit_is_refused_before_weights_are_load
     ground = make_ground(tmp_path)
     with pytest.raises(UserError, match=line) if line else contextlib.nullcontext():
         words = [f"lora.adapter_path={run_dir}", f"output_dir={tmp_path / 'second'}"]
+        prepare(load_config(ground / "base.yaml", words).config)
+
+
+def test_an_initial_adapter_with_a_weight_of_the_base_is_refused(tmp_path: Path) -> None:
+    """PEFT stores the embeddings of a resized model in the adapter, and would load, but not save them again."""
+    run_dir = make_run(tmp_path, lora={"target_modules": ["all-linear"]})
+    file = run_dir / "adapter_model.safetensors"
+    head = {"base_model.model.lm_head.weight": torch.zeros(384, 64)}
+    save_file(load_file(file) | head, file, {"format": "pt"})
+    ground = make_ground(tmp_path)
+    words = [f"lora.adapter_path={run_dir}", f"output_dir={tmp_path / 'second'}"]
+    with pytest.raises(UserError, match=r"it also has base_model.model.lm_head.weight, a weight of the base"):
         prepare(load_config(ground / "base.yaml", words).config)
 
 

@@ -80,7 +80,7 @@ def load_adapter(
             config._custom_modules = None
             set_dropout(adapted, dropout)
         if not empty:
-            _load_tensors(adapted, folder)
+            _load_tensors(adapted, folder, in_training=trainable)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # PEFT and torch raise many kinds of errors for adapters that do not match a model
@@ -90,7 +90,7 @@ def load_adapter(
     return adapted if trainable else adapted.eval()
 
 
-def _load_tensors(adapted: Any, folder: str) -> None:
+def _load_tensors(adapted: Any, folder: str, *, in_training: bool) -> None:
     """Load the adapter's file. Raises ValueError if its tensors are not exactly those of the adapted model."""
     from peft.utils.save_and_load import load_peft_weights
 
@@ -103,6 +103,9 @@ def _load_tensors(adapted: Any, folder: str) -> None:
         raise ValueError(f"layers_to_transform={chosen}, but it has tensors of the layers {sorted(numbers)}")
     stored_names, device = map_saved_names(adapted, lora_names), next(adapted.parameters()).device
     state = {stored_names.get(name, name): value.to(device) for name, value in weights.items()}
+    base_names = {name for name, value in adapted.named_parameters(remove_duplicate=False) if not value.requires_grad}
+    if in_training and (replaced := sorted(base_names & weights.keys())):  # PEFT would set it, and not save it again
+        raise ValueError(f"it also has {replaced[0]}, a weight of the base model that is not in modules_to_save")
     _set_tensors(adapted, state)
 
 
